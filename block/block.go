@@ -71,5 +71,12 @@ type Ref struct {
 	Gen   uint32
 }
 
+// Offer is one key that an engine wants to store, in the order of the prompt within its group.
+type Offer struct {
+	Key      Key
+	Group    uint16
+	Position uint32 // tokens from the start of the prompt to the end of the chunk; 0 unknown
+}
+
 // Pages returns how many pages hold n bytes.
 func Pages(n uint64) uint64 { return (n + PageSize - 1) / PageSize }
