@@ -1,0 +1,296 @@
+package engine
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"kvlift/index"
+	"kvlift/meta"
+	"kvlift/pages"
+	"kvlift/policy"
+)
+
+// Report says what a start found in a meta file.
+type Report struct {
+	Ready      int
+	Reserved   int // kept until every surviving session is resolved
+	Revived    int // EVICTING taken for READY again
+	Removed    int // removed by a reset, on their way out
+	Sessions   int // unresolved
+	Pages      uint64
+	Problems   []error // damage; empty when sound
+	Dropped    int     // damaged records that were given up
+	Namespaces int
+}
+
+// maxProblems bounds the list; a scribbled file would give one per record.
+const maxProblems = 100
+
+func (r *Report) problem(err error) {
+	if len(r.Problems) < maxProblems {
+		r.Problems = append(r.Problems, err)
+	}
+}
+
+// Adopt makes an engine of a meta table, new or left by a daemon that ended at any instruction. alive tells whether a
+// process slot's byte lock is held. A damaged file is refused with the report of what is wrong, unless Options.DropDamaged.
+func Adopt(t *meta.Table, o Options, alive func(slot int) bool) (*Engine, *Report, error) {
+	if o.Policy == "" {
+		o.Policy = "lru"
+	}
+	if o.Now == nil {
+		o.Now = time.Now
+	}
+	if o.EvictAhead == 0 {
+		o.EvictAhead = 0.02
+	}
+	order, err := policy.New(o.Policy, int(t.Entries), uint64(t.Header.ArenaPages))
+	if err != nil {
+		return nil, nil, err
+	}
+	e := &Engine{opts: o, table: t, pages: pages.New(t.Header.ArenaPages), order: order, slots: make([]slot, t.Entries), sessions: map[uint64]*Session{}}
+	e.index = index.New(t.Entries, t.KeyEqual)
+	e.canGo = func(id uint32) bool { return e.inline(e.asker, id) && e.oldEnough(id) }
+	rep := &Report{}
+	e.adoptNamespaces(rep)
+	e.adoptProcesses(rep, alive)
+	e.adoptEntries(rep)
+	if len(rep.Problems) > 0 && !o.DropDamaged {
+		return nil, rep, fmt.Errorf("%w: %d problems, the first: %w", meta.ErrDamaged, len(rep.Problems), rep.Problems[0])
+	}
+	e.settle()
+	for i, ns := range e.spaces {
+		if ns != nil && ns.Private && len(ns.sessions) == 0 && e.unknown == 0 {
+			e.clearNamespace(ns, nil)
+			e.settleNamespace(ns)
+			if ns.keys == 0 {
+				t.DropNamespace(i)
+				e.spaces[i] = nil
+			}
+		}
+	}
+	return e, rep, nil
+}
+
+// Check reads a stopped daemon's meta file and reports every invariant that does not hold. It writes nothing.
+func Check(t *meta.Table) *Report {
+	e := &Engine{table: t, pages: pages.New(t.Header.ArenaPages), slots: make([]slot, t.Entries), order: policy.NewLRU(int(t.Entries)), sessions: map[uint64]*Session{},
+		readOnly: true}
+	e.index = index.New(t.Entries, t.KeyEqual)
+	rep := &Report{}
+	e.adoptNamespaces(rep)
+	e.adoptProcesses(rep, nil)
+	e.adoptEntries(rep)
+	return rep
+}
+
+func (e *Engine) adoptNamespaces(rep *Report) {
+	ids := map[[32]byte]int{}
+	for i := range meta.MaxNamespaces {
+		n, used, err := e.table.Namespace(i)
+		if err != nil {
+			rep.problem(err)
+			continue
+		}
+		if !used {
+			continue
+		}
+		if first, twice := ids[n.ID]; twice {
+			rep.problem(fmt.Errorf("%w: namespaces %d and %d are the same", meta.ErrDamaged, first, i))
+		}
+		ids[n.ID] = i
+		e.spaces[i] = newNamespace(uint16(i), n)
+		rep.Namespaces++
+	}
+}
+
+// adoptProcesses finds the sessions that survived their daemon (R22). alive is nil when nobody may be changed.
+func (e *Engine) adoptProcesses(rep *Report, alive func(int) bool) {
+	for i := range meta.MaxSessions {
+		r, used, err := e.table.Process(i)
+		if err != nil {
+			rep.problem(err)
+		}
+		if !used || err != nil {
+			continue
+		}
+		if r.Namespace != meta.NoNamespace && (int(r.Namespace) >= meta.MaxNamespaces || e.spaces[r.Namespace] == nil) {
+			rep.problem(fmt.Errorf("%w: session record %d names namespace %d", meta.ErrDamaged, i, r.Namespace))
+			continue
+		}
+		if alive == nil {
+			rep.Sessions++
+			continue
+		}
+		if !alive(i) {
+			e.table.DropProcess(i)
+			continue
+		}
+		s := e.sessions[r.Session]
+		if s == nil {
+			s = &Session{e: e, id: r.Session, engineID: r.EngineID, state: Unresolved, world: int(r.WorldSize),
+				ranks: map[uint16]*Process{}, jobs: map[uint64]*job{}, requests: map[uint64]*request{}, parts: map[uint16][]uint32{}}
+			s.sinceMS = e.opts.Now().UnixMilli()
+			e.sessions[s.id] = s
+			e.unknown++
+			rep.Sessions++
+		}
+		if r.Namespace != meta.NoNamespace && s.ns == nil {
+			s.ns = e.spaces[r.Namespace]
+			s.ns.sessions = append(s.ns.sessions, s)
+		}
+		p := &Process{session: s, slot: i, role: r.Role, rank: r.Rank, pid: r.PID, mapped: true}
+		e.procs[i] = p
+		s.procs++
+		if r.Role == meta.Worker {
+			s.ranks[r.Rank] = p
+		} else {
+			s.manager = p
+		}
+	}
+}
+
+type adopted struct {
+	tick     uint64
+	position uint32
+	id       uint32
+	group    uint16
+	frequent bool
+}
+
+// adoptEntries rebuilds everything that is not in the file from the records: page map, index, eviction order.
+func (e *Engine) adoptEntries(rep *Report) {
+	var order []adopted
+	var evicting []uint32
+	owned := make([]uint64, (e.table.Overflow+63)/64)
+	for i := int(e.table.Entries) - 1; i >= 0; i-- {
+		id := uint32(i)
+		st, gen, ok := e.table.Word(id)
+		switch {
+		case ok && st == meta.Free:
+			e.slots[id].gen = gen
+			e.freeEntries = append(e.freeEntries, id)
+		case ok && st == meta.Evicting:
+			evicting = append(evicting, id)
+		default:
+			order = e.adoptRecord(id, rep, owned, order)
+		}
+	}
+	// A key may be stored again while its former record is on its way out: those come last, so that they find it.
+	for _, id := range evicting {
+		order = e.adoptRecord(id, rep, owned, order)
+	}
+	for o := int(e.table.Overflow) - 1; o >= 0; o-- {
+		if owned[o/64]&(1<<(o%64)) == 0 {
+			e.freeOverflow = append(e.freeOverflow, uint32(o))
+		}
+	}
+	slices.SortFunc(order, func(a, b adopted) int {
+		return cmp.Or(cmp.Compare(a.tick, b.tick), cmp.Compare(b.position, a.position), cmp.Compare(b.group, a.group), cmp.Compare(a.id, b.id))
+	})
+	for _, a := range order {
+		_, _, _, pg := e.table.Place(a.id)
+		k := e.table.Key(a.id)
+		e.order.Add(a.id, e.index.Hash(e.slots[a.id].ns, &k), pg)
+		if a.frequent {
+			e.order.Use(a.id)
+		}
+		e.order.Release(a.id)
+		e.idle += uint64(pg)
+		e.tick = max(e.tick, a.tick)
+	}
+}
+
+// adoptRecord takes one used record in, or reports why it cannot.
+func (e *Engine) adoptRecord(id uint32, rep *Report, owned []uint64, order []adopted) []adopted {
+	v, err := e.table.Entry(id, e.extents[:0])
+	if cap(v.Extents) > cap(e.extents) {
+		e.extents = v.Extents
+	}
+	if err == nil {
+		err = e.adoptEntry(id, &v, owned)
+	}
+	if err != nil {
+		rep.problem(err)
+		if e.opts.DropDamaged && !e.readOnly {
+			e.table.SetState(id, meta.Free)
+			e.slots[id] = slot{gen: v.Gen}
+			e.freeEntries = append(e.freeEntries, id)
+			rep.Dropped++
+		}
+		return order
+	}
+	rep.Pages += uint64(v.Pages)
+	switch e.slots[id].state {
+	case meta.Ready:
+		if v.State == meta.Evicting {
+			rep.Revived++ // the bytes are whole: nobody writes before RESERVED is in the table
+		}
+		rep.Ready++
+		order = append(order, adopted{v.Tick, v.Position, id, v.Group, v.Frequent})
+	case meta.Reserved:
+		rep.Reserved++
+		e.orphans = append(e.orphans, id)
+	case meta.Removed:
+		rep.Removed++
+	}
+	return order
+}
+
+var errTwice = errors.New("owned twice")
+
+// adoptEntry takes a sound record's pages, overflow records and key.
+func (e *Engine) adoptEntry(id uint32, v *meta.Entry, owned []uint64) error {
+	if int(v.Namespace) >= meta.MaxNamespaces || e.spaces[v.Namespace] == nil || int(v.Group) >= len(e.spaces[v.Namespace].groups) {
+		return fmt.Errorf("%w: entry %d: group %d of namespace %d", meta.ErrDamaged, id, v.Group, v.Namespace)
+	}
+	ns := e.spaces[v.Namespace]
+	g := &ns.groups[v.Group]
+	if v.Payload != g.payload || v.Pages != g.pages {
+		return fmt.Errorf("%w: entry %d: %d bytes in %d pages, its group has %d in %d", meta.ErrDamaged, id, v.Payload, v.Pages, g.payload, g.pages)
+	}
+	to, h := v.State, e.index.Hash(v.Namespace, &v.Key)
+	if to == meta.Evicting {
+		to = meta.Ready
+	}
+	if other, ok := e.index.Find(h, v.Namespace, &v.Key); ok && to != meta.Removed {
+		if v.State != meta.Evicting {
+			return fmt.Errorf("%w: entries %d and %d hold the same key", meta.ErrDamaged, other, id)
+		}
+		to = meta.Removed
+	}
+	for i, x := range v.Extents {
+		if err := e.pages.Claim(x); err != nil {
+			for _, y := range v.Extents[:i] {
+				_ = e.pages.Release(y) // just claimed
+			}
+			return fmt.Errorf("%w: entry %d: %w: %w", meta.ErrDamaged, id, errTwice, err)
+		}
+	}
+	for _, o := range e.table.OverflowOf(id, e.overflow[:0]) {
+		owned[o/64] |= 1 << (o % 64)
+	}
+	if to != v.State && !e.readOnly {
+		e.table.SetState(id, to)
+	}
+	e.slots[id] = slot{gen: v.Gen, ns: v.Namespace, state: to}
+	ns.keys++
+	switch to {
+	case meta.Ready:
+		e.index.Put(h, id)
+		g.keys++
+		e.ready++
+		e.used += v.Pages
+	case meta.Reserved:
+		e.index.Put(h, id)
+		e.order.Add(id, h, v.Pages)
+	case meta.Removed:
+		e.pending += uint64(v.Pages)
+		e.epoch++
+		ns.evicting = append(ns.evicting, eviction{id, e.epoch})
+	}
+	return nil
+}

@@ -1,0 +1,96 @@
+package engine
+
+import (
+	"fmt"
+
+	"kvlift/meta"
+	"kvlift/pages"
+)
+
+// audit compares what the engine believes with its records.
+func (e *Engine) audit() error {
+	m := pages.New(e.pages.Len())
+	var byState [5]int
+	var readyPages, pending, idle uint64
+	overflow := len(e.freeOverflow)
+	keys := map[uint16]int{}
+	for i := range e.slots {
+		id, s := uint32(i), &e.slots[i]
+		v, err := e.table.Entry(id, nil)
+		if err != nil {
+			return err
+		}
+		if v.State != s.state || v.Gen != s.gen {
+			return fmt.Errorf("entry %d: %v generation %d in the table, %v generation %d in memory", id, v.State, v.Gen, s.state, s.gen)
+		}
+		byState[v.State]++
+		if v.State == meta.Free {
+			if s.holds != 0 || s.pins != 0 {
+				return fmt.Errorf("entry %d is free, with %d holds and %d pins", id, s.holds, s.pins)
+			}
+			continue
+		}
+		keys[v.Namespace]++
+		overflow += meta.OverflowNeeded(len(v.Extents))
+		for _, x := range v.Extents {
+			if err := m.Claim(x); err != nil {
+				return fmt.Errorf("entry %d: %w", id, err)
+			}
+		}
+		found, ok := e.index.Find(e.index.Hash(v.Namespace, &v.Key), v.Namespace, &v.Key)
+		switch v.State {
+		case meta.Ready, meta.Reserved:
+			if !ok || found != id {
+				return fmt.Errorf("entry %d: the index finds %d for its key", id, found)
+			}
+		default:
+			pending += uint64(v.Pages)
+			if ok && found == id {
+				return fmt.Errorf("entry %d: %v and still in the index", id, v.State)
+			}
+		}
+		if v.State == meta.Ready {
+			readyPages += uint64(v.Pages)
+			if s.holds == 0 {
+				idle += uint64(v.Pages)
+			}
+		}
+	}
+	walked, last := uint64(0), uint64(0)
+	var disorder error
+	e.order.Walk(func(id uint32) bool {
+		_, _, _, n := e.table.Place(id)
+		walked += uint64(n)
+		if s := &e.slots[id]; s.state != meta.Ready || s.holds != 0 {
+			disorder = fmt.Errorf("entry %d: %v with %d holds in the eviction order", id, s.state, s.holds)
+		}
+		if t := e.table.Tick(id); e.order.Name() == "lru" && t < last {
+			disorder = fmt.Errorf("entry %d: stamp %d behind %d in the eviction order", id, t, last)
+		} else {
+			last = t
+		}
+		return disorder == nil
+	})
+	switch {
+	case disorder != nil:
+		return disorder
+	case walked != idle || idle != e.idle:
+		return fmt.Errorf("idle pages: %d in the order, %d by records, %d counted", walked, idle, e.idle)
+	case m.Free() != e.pages.Free():
+		return fmt.Errorf("free pages: %d by records, %d in the map: %d leaked", m.Free(), e.pages.Free(), int64(m.Free())-int64(e.pages.Free()))
+	case byState[meta.Free] != len(e.freeEntries):
+		return fmt.Errorf("free records: %d, %d listed", byState[meta.Free], len(e.freeEntries))
+	case overflow != int(e.table.Overflow):
+		return fmt.Errorf("overflow records: %d of %d accounted for", overflow, e.table.Overflow)
+	case byState[meta.Ready] != int(e.ready) || readyPages != uint64(e.used) || pending != e.pending:
+		return fmt.Errorf("sums: %d ready, %d pages, %d pending; counted %d, %d, %d", byState[meta.Ready], readyPages, pending, e.ready, e.used, e.pending)
+	case byState[meta.Ready]+byState[meta.Reserved] != e.index.Len():
+		return fmt.Errorf("index holds %d keys of %d", e.index.Len(), byState[meta.Ready]+byState[meta.Reserved])
+	}
+	for i, ns := range e.spaces {
+		if ns != nil && ns.keys != keys[uint16(i)] {
+			return fmt.Errorf("namespace %d: %d records, %d counted", i, keys[uint16(i)], ns.keys)
+		}
+	}
+	return nil
+}

@@ -1,0 +1,246 @@
+// Package engine decides what is kept: it joins the entry table, the page map, the key index and the eviction order,
+// and keeps the promises that engines were given. The rules R1 to R24 that it names are those of docs/protocol.md.
+//
+// The life of a record:
+//
+//	         Reserve            Commit            announce            every session acknowledged, no pin
+//	FREE ───────────► RESERVED ────────► READY ──────────► EVICTING ──────────────────────────────────► FREE
+//	  ▲                  │                 │
+//	  └── abort, end ────┘                 └── victim inside the reply of the only session that could know it ──► FREE
+//
+// An entry is held while a running request uses it, and pinned while a load job copies it. Held entries are outside the
+// eviction order; pinned pages are never reused, even when their removal was announced.
+//
+// All methods may be called concurrently; one mutex guards everything and is never held across I/O.
+package engine
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"kvlift/block"
+	"kvlift/index"
+	"kvlift/meta"
+	"kvlift/pages"
+	"kvlift/policy"
+)
+
+// Errors that a caller may meet. They concern one session only.
+var (
+	ErrClosed     = errors.New("the session has ended")
+	ErrBusy       = errors.New("too many open requests or jobs in one session")
+	ErrBadRef     = errors.New("the entry was never promised to this session")
+	ErrBadJob     = errors.New("no such job, or one of another kind")
+	ErrNamespaces = errors.New("the namespace table is full")
+	ErrGeometry   = errors.New("payload sizes differ from those of the namespace")
+	ErrSessions   = errors.New("the session table is full")
+)
+
+// Options of an engine. The zero value of a field means its default.
+type Options struct {
+	Policy     string           // "lru" (default) or "arc"
+	MinIdle    time.Duration    // a store may not evict what was used within this time; 0 turns it off
+	EvictAhead float64          // share of the pages kept free or on their way when several sessions share keys; default 0.02
+	Now        func() time.Time // default time.Now
+	TraceClock bool             // time is what Begin says (replays)
+	SessionID  func() uint64    // random identities; must be given
+	// Drop tells that damaged records are given up instead of refused.
+	DropDamaged bool
+}
+
+// Limits that bound what one session can make the daemon remember.
+const (
+	MaxRequests = 1 << 16
+	MaxJobs     = 1 << 16
+)
+
+// Sink is told what changes in a session's namespace, in order, under the engine's mutex: it must neither block nor call
+// the engine. Extents and keys belong to the engine and are valid during the call only.
+type Sink interface {
+	Added(ref block.Ref, key *block.Key, group uint16, position uint32, extents []block.Extent)
+	Removed(epoch uint64, ref block.Ref, key *block.Key)
+}
+
+// slotAcked marks an EVICTING record that every session has acknowledged: only pins keep the page.
+const slotAcked = 1 << 0
+
+// slot is what the engine remembers of a record besides the record.
+type slot struct {
+	gen   uint32
+	holds uint16
+	pins  uint16
+	ns    uint16
+	state meta.State
+	flags uint8
+}
+
+// Engine is the daemon's mind. Make one with Adopt.
+type Engine struct {
+	mu sync.Mutex // guards everything below
+
+	opts  Options
+	table *meta.Table
+	pages *pages.Map
+	index *index.Index
+	order policy.Order
+	slots []slot
+	// Free records and overflow records, taken from the end.
+	freeEntries  []uint32
+	freeOverflow []uint32
+
+	spaces   [meta.MaxNamespaces]*namespace
+	sessions map[uint64]*Session
+	procs    [meta.MaxSessions]*Process
+	orphans  []uint32 // RESERVED records of a daemon before us that nobody has claimed yet
+	unknown  int      // sessions from before our start that are not resolved
+
+	epoch    uint64 // the last announced removal
+	tick     uint64
+	traceMS  int64
+	draining bool
+	readOnly bool // Check: the table is only read
+
+	ready    uint32 // READY records
+	used     uint32 // pages of READY records
+	pending  uint64 // pages of EVICTING and REMOVED records
+	idle     uint64 // pages of records in the eviction order
+	counters Counters
+
+	extents  []block.Extent // scratch
+	overflow []uint32       // scratch
+	hashes   []uint64       // scratch: of the offered keys
+	warmed   uint64         // keeps the compiler from dropping the reads that warm the index
+	key      block.Key      // scratch: what sinks are shown
+	asker    *Session       // of the reserve under way
+	canGo    func(id uint32) bool
+}
+
+type namespace struct {
+	index uint16
+	meta.Namespace
+	sessions []*Session // all that could know its keys, whatever their state
+	evicting []eviction // announced, oldest first
+	groups   []groupState
+	keys     int // records that are not free
+}
+
+type eviction struct {
+	entry uint32
+	epoch uint64
+}
+
+type groupState struct {
+	payload uint32
+	pages   uint32
+	keys    uint64 // READY
+}
+
+func (e *Engine) now() int64 {
+	if e.opts.TraceClock {
+		return e.traceMS
+	}
+	return e.opts.Now().UnixMilli()
+}
+
+// tickShift is how far milliseconds stand above the counter in a recency stamp.
+const tickShift = 22
+
+// nextTick returns a stamp above all earlier ones. Its high bits are the time, so that an age can be read from it.
+func (e *Engine) nextTick() uint64 {
+	e.tick = max(e.tick+1, uint64(max(e.now(), 0))<<tickShift)
+	return e.tick
+}
+
+// usable tells whether a store may take the entry away now as far as time is concerned.
+func (e *Engine) oldEnough(id uint32) bool {
+	if e.opts.MinIdle <= 0 {
+		return true
+	}
+	return e.now()-int64(e.table.Tick(id)>>tickShift) >= e.opts.MinIdle.Milliseconds()
+}
+
+// hold takes an entry for a request. The caller holds mu.
+func (e *Engine) hold(id uint32) {
+	s := &e.slots[id]
+	if s.holds == 0 && s.state == meta.Ready {
+		e.order.Hold(id)
+		_, _, _, n := e.table.Place(id)
+		e.idle -= uint64(n)
+	}
+	s.holds++
+}
+
+// unhold gives an entry back; the last one puts it at the hot end. The caller holds mu and calls tail first.
+func (e *Engine) unhold(id uint32) {
+	s := &e.slots[id]
+	s.holds--
+	if s.holds == 0 && s.state == meta.Ready {
+		e.order.Release(id)
+		_, _, _, n := e.table.Place(id)
+		e.idle += uint64(n)
+	}
+}
+
+// free gives record and pages back. The caller has taken it out of index and order.
+func (e *Engine) free(id uint32) {
+	e.extents = e.table.Extents(id, e.extents[:0])
+	e.freeRecord(id, len(e.extents))
+	for _, x := range e.extents {
+		if err := e.pages.Release(x); err != nil {
+			panic(fmt.Sprintf("engine: entry %d: %v", id, err)) // an invariant of our own: two owners of one page
+		}
+	}
+}
+
+// freeRecord gives a record of so many extents back, and leaves its pages to the caller.
+func (e *Engine) freeRecord(id uint32, extents int) {
+	s := &e.slots[id]
+	if extents > meta.InlineExtents {
+		e.freeOverflow = e.table.OverflowOf(id, e.freeOverflow)
+	}
+	e.table.SetState(id, meta.Free)
+	e.spaces[s.ns].keys--
+	*s = slot{gen: s.gen}
+	e.freeEntries = append(e.freeEntries, id)
+}
+
+// unindex takes a record's key out of the index and leaves it in e.key.
+func (e *Engine) unindex(id uint32, ns uint16) {
+	e.key = e.table.Key(id)
+	e.index.Remove(e.index.Hash(ns, &e.key), id)
+}
+
+// dropReserved ends a reservation without a payload.
+func (e *Engine) dropReserved(id uint32) {
+	ns, _, _, _ := e.table.Place(id)
+	e.unindex(id, ns)
+	e.order.Drop(id)
+	e.free(id)
+}
+
+// Drain makes every later Reserve refuse, so that what is under way can end.
+func (e *Engine) Drain() {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.draining = true
+}
+
+// OpenJobs counts loads and stores that engines have not ended yet.
+func (e *Engine) OpenJobs() int {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	n := 0
+	for _, s := range e.sessions {
+		n += len(s.jobs)
+	}
+	return n
+}
+
+// MarkClean writes the clean mark; the caller stops using the engine.
+func (e *Engine) MarkClean() {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.table.SetHeader(true)
+}

@@ -1,0 +1,460 @@
+package engine
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+
+	"kvlift/block"
+	"kvlift/meta"
+)
+
+// request is what a running request of an engine uses. Its entries are held until it has finished and its last job has
+// ended; then they go to the hot end together, the deepest position first, so that no parent is colder than its child.
+type request struct {
+	id       uint64
+	tick     uint64
+	entries  []block.Ref // held, in the order in which they came; one may stand twice, or be gone by a reset
+	jobs     int         // open
+	finished bool
+	tails    []block.Ref // the deepest entry of each group so far: the parent of the next
+}
+
+// job is a transfer between engine and arena.
+type job struct {
+	id     uint64
+	req    *request
+	refs   []block.Ref
+	store  bool
+	doomed bool            // from before a reset: never committed
+	ended  map[uint16]bool // ranks that have reported its end
+}
+
+// Begin opens a request. clockMS is the request's own time in milliseconds and used only by an engine with TraceClock.
+// Opening an open request again is allowed and changes nothing else.
+func (e *Engine) Begin(s *Session, req uint64, clockMS int64) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.opts.TraceClock && clockMS > e.traceMS {
+		e.traceMS = clockMS
+	}
+	_, err := e.request(s, req)
+	return err
+}
+
+func (e *Engine) request(s *Session, id uint64) (*request, error) {
+	if r := s.requests[id]; r != nil {
+		return r, nil
+	}
+	if s.ns == nil || s.state == Ended {
+		return nil, ErrClosed
+	}
+	if len(s.requests) >= MaxRequests {
+		return nil, ErrBusy
+	}
+	r := &request{id: id, tick: e.nextTick()}
+	s.requests[id] = r
+	return r, nil
+}
+
+// take holds an entry for a request, stamps it and remembers it as the parent of the next one.
+func (e *Engine) take(r *request, ns *namespace, id uint32, group uint16) {
+	ref := block.Ref{Entry: id, Gen: e.slots[id].gen}
+	e.hold(id)
+	e.table.SetTick(id, r.tick)
+	r.entries = append(r.entries, ref)
+	if r.tails == nil {
+		r.tails = make([]block.Ref, len(ns.groups))
+		for g := range r.tails {
+			r.tails[g].Entry = block.NoEntry
+		}
+	}
+	if int(group) < len(r.tails) {
+		r.tails[group] = ref
+	}
+}
+
+// Finished is what an engine says of a request at its end.
+type Finished struct {
+	Request      uint64
+	PromptTokens uint32 // looked up; 0 when the engine does not say
+	HitTokens    uint32 // of these, served by the tier
+}
+
+// Finish ends a request: its entries become evictable once its last job has ended.
+func (e *Engine) Finish(s *Session, f Finished) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	s.stats.add(&e.counters, f)
+	r := s.requests[f.Request]
+	if r == nil {
+		return
+	}
+	r.finished = true
+	e.closeRequest(s, r)
+}
+
+// closeRequest lets a finished request without jobs go.
+func (e *Engine) closeRequest(s *Session, r *request) {
+	if !r.finished || r.jobs > 0 {
+		return
+	}
+	delete(s.requests, r.id)
+	e.letGo(r.entries)
+	r.entries = nil
+}
+
+// letGo gives held entries back together, under one stamp. ids is reordered.
+func (e *Engine) letGo(refs []block.Ref) {
+	tick := e.nextTick()
+	e.sortColdFirst(refs)
+	for _, ref := range refs {
+		if s := &e.slots[ref.Entry]; s.gen == ref.Gen && s.state != meta.Free {
+			if s.state == meta.Ready {
+				e.table.SetTick(ref.Entry, tick)
+			}
+			e.unhold(ref.Entry)
+		}
+	}
+}
+
+// sortColdFirst orders entries of one stamp as a start would: deepest position first.
+func (e *Engine) sortColdFirst(refs []block.Ref) {
+	type place struct {
+		ref      block.Ref
+		position uint32
+		group    uint16
+	}
+	at := make([]place, len(refs))
+	sorted := true
+	for i, ref := range refs {
+		_, g, pos, _ := e.table.Place(ref.Entry)
+		at[i] = place{ref, pos, g}
+		sorted = sorted && (i == 0 || at[i-1].group == g && at[i-1].position < pos)
+	}
+	if sorted { // one group, head to tail: the usual case
+		slices.Reverse(refs)
+		return
+	}
+	slices.SortFunc(at, func(a, b place) int {
+		return cmp.Or(cmp.Compare(b.position, a.position), cmp.Compare(b.group, a.group), cmp.Compare(a.ref.Entry, b.ref.Entry))
+	})
+	for i := range at {
+		refs[i] = at[i].ref
+	}
+}
+
+// Pin starts a load job: the named entries keep their bytes until Unpin. A pin is legal on READY and EVICTING records
+// and on removed ones, as long as the generation is the one that was promised (R16).
+func (e *Engine) Pin(s *Session, id, req uint64, refs []block.Ref) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	r, err := e.request(s, req)
+	if err != nil {
+		return err
+	}
+	return e.pin(s, r, id, refs)
+}
+
+func (e *Engine) pin(s *Session, r *request, id uint64, refs []block.Ref) error {
+	j, err := s.newJob(id, r)
+	if err != nil {
+		return err
+	}
+	for _, ref := range refs {
+		if !e.pinnable(ref) {
+			delete(s.jobs, id)
+			return fmt.Errorf("%w: pin of entry %d generation %d", ErrBadRef, ref.Entry, ref.Gen)
+		}
+	}
+	j.refs = slices.Clone(refs)
+	r.jobs++
+	for _, ref := range refs {
+		sl := &e.slots[ref.Entry]
+		sl.pins++
+		if sl.state == meta.Ready {
+			_, g, _, _ := e.table.Place(ref.Entry)
+			e.take(r, s.ns, ref.Entry, g)
+			e.order.Use(ref.Entry)
+			e.table.SetFrequent(ref.Entry, true)
+		}
+	}
+	e.counters.Loads += uint64(len(refs))
+	return nil
+}
+
+func (e *Engine) pinnable(ref block.Ref) bool {
+	if ref.Entry >= uint32(len(e.slots)) {
+		return false
+	}
+	s := &e.slots[ref.Entry]
+	return s.gen == ref.Gen && (s.state == meta.Ready || s.state == meta.Evicting || s.state == meta.Removed) && s.pins < 1<<15 && s.holds < 1<<15
+}
+
+func (s *Session) newJob(id uint64, r *request) (*job, error) {
+	if len(s.jobs) >= MaxJobs {
+		return nil, ErrBusy
+	}
+	if s.jobs[id] != nil {
+		return nil, fmt.Errorf("%w: job %d is open already", ErrBadJob, id)
+	}
+	j := &job{id: id, req: r}
+	s.jobs[id] = j
+	return j, nil
+}
+
+// Unpin ends a load job after all ranks have loaded (R6).
+func (e *Engine) Unpin(s *Session, id uint64) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	j := s.jobs[id]
+	if j == nil || j.store {
+		return fmt.Errorf("%w: unpin of job %d", ErrBadJob, id)
+	}
+	e.endJob(s, j, false)
+	return nil
+}
+
+// Commit makes a store job's entries READY after all ranks have stored (R6, R18). A doomed job is not committed.
+func (e *Engine) Commit(s *Session, id uint64) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	j := s.jobs[id]
+	if j == nil || !j.store {
+		return fmt.Errorf("%w: commit of job %d", ErrBadJob, id)
+	}
+	if !j.doomed {
+		e.endJob(s, j, true)
+	}
+	return nil
+}
+
+// Abort gives a reservation back that no worker was ever given (R8).
+func (e *Engine) Abort(s *Session, id uint64) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	j := s.jobs[id]
+	if j == nil || !j.store {
+		return fmt.Errorf("%w: abort of job %d", ErrBadJob, id)
+	}
+	e.endJob(s, j, false)
+	return nil
+}
+
+// endJob closes a job: a load unpins, a store becomes READY (commit) or FREE.
+func (e *Engine) endJob(s *Session, j *job, commit bool) {
+	delete(s.jobs, j.id)
+	for _, ref := range j.refs {
+		switch {
+		case !j.store:
+			e.unpin(ref.Entry)
+		case commit:
+			e.makeReady(ref)
+		}
+	}
+	if j.store && !commit {
+		j.req.entries = slices.DeleteFunc(j.req.entries, func(ref block.Ref) bool { return slices.Contains(j.refs, ref) })
+		for i := range j.req.tails { // a parent that never was is none
+			if slices.Contains(j.refs, j.req.tails[i]) {
+				j.req.tails[i] = block.Ref{Entry: block.NoEntry}
+			}
+		}
+		for _, ref := range j.refs {
+			e.dropReserved(ref.Entry)
+		}
+		e.counters.Aborted += uint64(len(j.refs))
+	}
+	j.req.jobs--
+	e.closeRequest(s, j.req)
+}
+
+func (e *Engine) unpin(id uint32) {
+	s := &e.slots[id]
+	s.pins--
+	if s.pins == 0 && s.flags&slotAcked != 0 {
+		e.finishRemoval(id)
+	}
+}
+
+func (e *Engine) makeReady(ref block.Ref) {
+	id := ref.Entry
+	e.table.SetState(id, meta.Ready)
+	e.slots[id].state = meta.Ready
+	n, g, pos, pg := e.table.Place(id)
+	ns := e.spaces[n]
+	ns.groups[g].keys++
+	e.ready++
+	e.used += pg
+	e.counters.Stored++
+	e.counters.StoredBytes += uint64(ns.groups[g].payload)
+	e.key, e.extents = e.table.Key(id), e.table.Extents(id, e.extents[:0])
+	for _, s := range ns.sessions {
+		if s.sink != nil {
+			s.sink.Added(ref, &e.key, g, pos, e.extents)
+		}
+	}
+}
+
+// EndReport is a worker's word that a job's copies are over, whatever became of the job (R12).
+func (e *Engine) EndReport(p *Process, id uint64) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	s := p.session
+	j := s.jobs[id]
+	if j == nil || p.role != meta.Worker {
+		return
+	}
+	if j.ended == nil {
+		j.ended = map[uint16]bool{}
+	}
+	j.ended[p.rank] = true
+	e.endIfReported(s, j)
+}
+
+// endIfReported frees a store that nobody will commit once every rank has reported its end: a doomed one, or any after
+// its manager's death. While a manager lives, the end of an undoomed job is its word alone.
+func (e *Engine) endIfReported(s *Session, j *job) {
+	if (j.doomed || s.manager == nil) && len(j.ended) >= s.world {
+		e.endJob(s, j, false)
+	}
+}
+
+// Touch says that these entries were used by a request; those that are not READY in this generation are passed over.
+func (e *Engine) Touch(s *Session, req uint64, refs []block.Ref) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if s.ns == nil || s.state == Ended {
+		return ErrClosed
+	}
+	r := s.requests[req]
+	mine := make([]block.Ref, 0, len(refs))
+	for _, ref := range refs {
+		if ref.Entry >= uint32(len(e.slots)) || e.slots[ref.Entry].gen != ref.Gen || e.slots[ref.Entry].state != meta.Ready ||
+			e.slots[ref.Entry].ns != s.ns.index || e.slots[ref.Entry].holds >= 1<<15 {
+			continue
+		}
+		mine = append(mine, ref)
+	}
+	if r != nil && !r.finished {
+		r.tick = e.nextTick()
+		for _, ref := range mine {
+			if id := ref.Entry; e.slots[id].holds == 0 {
+				_, g, _, _ := e.table.Place(id)
+				e.take(r, s.ns, id, g)
+				e.order.Use(id)
+			} else {
+				e.table.SetTick(id, r.tick)
+			}
+		}
+		return nil
+	}
+	for _, ref := range mine {
+		e.hold(ref.Entry)
+		e.order.Use(ref.Entry)
+	}
+	e.letGo(mine)
+	return nil
+}
+
+// relist takes over the jobs that a returning manager names; what it does not name has ended (R9).
+func (e *Engine) relist(s *Session, r *Resume) error {
+	if r == nil {
+		r = &Resume{}
+	}
+	type claim struct {
+		id    uint64
+		store bool
+	}
+	listed := map[block.Ref]claim{}
+	for _, j := range r.Stores {
+		for _, ref := range j.Refs {
+			if ref.Entry >= uint32(len(e.slots)) {
+				return fmt.Errorf("%w: store of entry %d", ErrBadRef, ref.Entry)
+			}
+			listed[ref] = claim{j.Job, true}
+		}
+	}
+	for _, j := range r.Loads {
+		for _, ref := range j.Refs {
+			if !e.pinnable(ref) {
+				return fmt.Errorf("%w: load of entry %d generation %d", ErrBadRef, ref.Entry, ref.Gen)
+			}
+		}
+	}
+	// First what it still has, so that nothing is let go in between; then the rest ends.
+	old := s.jobs
+	s.jobs = map[uint64]*job{}
+	requests := s.requests
+	s.requests = map[uint64]*request{}
+	anon := func(id uint64) *request {
+		q := &request{id: id, tick: e.nextTick(), finished: true}
+		return q
+	}
+	for _, j := range r.Loads {
+		if err := e.pin(s, anon(j.Job), j.Job, j.Refs); err != nil {
+			return err
+		}
+	}
+	for _, j := range r.Stores {
+		nj, err := s.newJob(j.Job, anon(j.Job))
+		if err != nil {
+			return err
+		}
+		nj.store, nj.doomed = true, j.Doomed
+		nj.req.jobs++
+		for _, ref := range j.Refs {
+			if e.slots[ref.Entry].state != meta.Reserved || e.slots[ref.Entry].gen != ref.Gen {
+				continue // READY already (the commit arrived), or given up by a start after a reset
+			}
+			if !e.claimable(s, old, ref) {
+				return fmt.Errorf("%w: store of entry %d generation %d belongs to another session", ErrBadRef, ref.Entry, ref.Gen)
+			}
+			nj.refs = append(nj.refs, ref)
+			e.orphans = slices.DeleteFunc(e.orphans, func(id uint32) bool { return id == ref.Entry })
+			e.slots[ref.Entry].holds++ // the anonymous request's; an old owner's hold ends below
+			nj.req.entries = append(nj.req.entries, ref)
+		}
+	}
+	for _, j := range old {
+		if j.store {
+			j.refs = slices.DeleteFunc(j.refs, func(ref block.Ref) bool { c, ok := listed[ref]; return ok && c.store })
+		}
+		e.endOld(s, j)
+	}
+	for _, q := range requests {
+		e.letGo(q.entries)
+	}
+	for _, j := range r.Stores {
+		if nj := s.jobs[j.Job]; nj != nil && j.Done && !nj.doomed {
+			e.endJob(s, nj, true)
+		}
+	}
+	return nil
+}
+
+// endOld ends a job of before a reconnect, without touching a job of the same number that was listed again.
+func (e *Engine) endOld(s *Session, j *job) {
+	if j.store {
+		for _, ref := range j.refs {
+			j.req.entries = slices.DeleteFunc(j.req.entries, func(r block.Ref) bool { return r == ref })
+			e.dropReserved(ref.Entry)
+		}
+		return
+	}
+	for _, ref := range j.refs {
+		e.unpin(ref.Entry)
+	}
+}
+
+// claimable tells whether a RESERVED record is the session's own, or nobody's since a restart.
+func (e *Engine) claimable(s *Session, old map[uint64]*job, ref block.Ref) bool {
+	if slices.Contains(e.orphans, ref.Entry) {
+		return true
+	}
+	for _, j := range old {
+		if j.store && slices.Contains(j.refs, ref) {
+			return true
+		}
+	}
+	return false
+}
