@@ -1,0 +1,263 @@
+package server
+
+import (
+	"errors"
+	"sync"
+
+	"golang.org/x/sys/unix"
+
+	"kvlift/block"
+	"kvlift/wire"
+)
+
+// maxQueued is how many bytes may wait for a client that does not read. Beyond it the connection is closed: the client
+// gets a fresh snapshot when it comes back, and nothing that it promised is forgotten meanwhile (R14).
+const maxQueued = 64 << 20
+
+// frameRoom leaves a delta below the frame limit with room for one key of many extents.
+const frameRoom = wire.MaxFrame - 64<<10
+
+// outbox holds what a client is still to be told, in order. Deltas gather in an open message that is sealed before
+// anything else is queued behind it, so the stream keeps the order of the engine's decisions.
+type outbox struct {
+	fd   int
+	seal func() // called once when the client is to be given up; must not block
+
+	mu    sync.Mutex // guards everything below; taken under the engine's mutex, so never held across a system call that blocks
+	buf   []byte     // sealed frames
+	sent  int        // bytes of buf that are gone
+	held  []byte     // frames that wait for the end of a snapshot
+	hold  bool
+	delta wire.Delta
+	size  int // of the open delta's payload
+	epoch uint64
+	dead  bool
+	busy  bool // the writer is inside a blocking send
+	// attended: the reader is handling a frame of this client and will flush, so the writer need not wake for what that
+	// frame causes.
+	attended bool
+	wake     chan struct{}
+	closed   bool
+}
+
+func newOutbox(fd int, giveUp func()) *outbox {
+	return &outbox{fd: fd, seal: giveUp, wake: make(chan struct{}, 1)}
+}
+
+// Added and Removed make an outbox the engine's sink of a session.
+func (o *outbox) Added(ref block.Ref, key *block.Key, group uint16, position uint32, extents []block.Extent) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.add(ref, key, group, position, extents)
+	o.stir()
+}
+
+// attend says that the caller will flush; see attended.
+func (o *outbox) attend() {
+	o.mu.Lock()
+	o.attended = true
+	o.mu.Unlock()
+}
+
+// stir wakes the writer for a change of the mirror unless the reader sees to it. The caller holds mu.
+func (o *outbox) stir() {
+	if !o.attended {
+		o.notify()
+	}
+}
+
+func (o *outbox) add(ref block.Ref, key *block.Key, group uint16, position uint32, extents []block.Extent) {
+	need := wire.DeltaSize(0, 1, len(extents))
+	if o.size+need > frameRoom {
+		o.sealDelta(wire.TDelta, 0)
+	}
+	o.size += need
+	o.delta.Added = append(o.delta.Added, wire.AddedKey{Offer: block.Offer{Key: *key, Group: group, Position: position}, Ref: ref, Extents: len(extents)})
+	o.delta.Extents = append(o.delta.Extents, extents...)
+}
+
+// Removed queues a removal. A message applies its removals first, so one with additions is sealed before.
+func (o *outbox) Removed(epoch uint64, ref block.Ref, key *block.Key) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if len(o.delta.Added) > 0 || o.size > frameRoom {
+		o.sealDelta(wire.TDelta, 0)
+	}
+	o.size += wire.GoneSize
+	o.epoch = epoch
+	o.delta.Removed = append(o.delta.Removed, wire.GoneKey{Offer: block.Offer{Key: *key}, Ref: ref})
+	o.stir()
+}
+
+// sealDelta closes the open message. The caller holds mu.
+func (o *outbox) sealDelta(t wire.Type, flags uint16) {
+	if o.size == 0 && t == wire.TDelta {
+		return
+	}
+	o.delta.Epoch = o.epoch
+	dst := &o.buf
+	if o.hold && t == wire.TDelta {
+		dst = &o.held
+	}
+	start := len(*dst)
+	*dst = wire.AppendHeader(*dst, t, flags, 0)
+	*dst = wire.AppendDelta(*dst, &o.delta)
+	wire.Seal(*dst, start)
+	o.delta.Removed, o.delta.Added, o.delta.Extents, o.size = o.delta.Removed[:0], o.delta.Added[:0], o.delta.Extents[:0], 0
+	o.bound()
+}
+
+// bound gives a client up that does not read.
+func (o *outbox) bound() {
+	if len(o.buf)-o.sent+len(o.held) > maxQueued && !o.dead {
+		o.dead = true
+		o.seal()
+	}
+}
+
+// post queues a frame behind everything queued so far. seq is that of the request it answers, else 0. encode appends the
+// payload.
+func (o *outbox) post(t wire.Type, flags uint16, seq uint64, encode func([]byte) []byte) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.sealDelta(wire.TDelta, 0)
+	dst := &o.buf
+	if o.hold && t != wire.TReady && t != wire.TError {
+		dst = &o.held
+	}
+	start := len(*dst)
+	*dst = encode(wire.AppendHeader(*dst, t, flags, seq))
+	wire.Seal(*dst, start)
+	o.bound()
+}
+
+// holdBack makes deltas wait until snapshot has queued what was there before them.
+func (o *outbox) holdBack() {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.hold = true
+}
+
+// snapshot queues READY keys in pieces while later deltas wait in held (R20). visit is called with a function that adds
+// one key; it runs under the engine's mutex, so the outbox is locked inside that one, as everywhere.
+func (o *outbox) snapshot(epoch uint64, refs []block.Ref, details func([]block.Ref, func(block.Ref, *block.Key, uint16, uint32, []block.Extent))) {
+	const piece = 2048
+	for lo := 0; lo < len(refs); lo += piece {
+		var part outbox // of its own, so that deltas and snapshot do not mix
+		details(refs[lo:min(lo+piece, len(refs))], func(ref block.Ref, k *block.Key, g uint16, pos uint32, xs []block.Extent) {
+			if part.size+wire.DeltaSize(0, 1, len(xs)) > frameRoom {
+				part.sealDelta(wire.TSnapshot, 0)
+			}
+			part.add(ref, k, g, pos, xs)
+		})
+		if part.size > 0 {
+			part.sealDelta(wire.TSnapshot, 0)
+		}
+		o.mu.Lock()
+		o.buf = append(o.buf, part.buf...)
+		o.bound()
+		o.mu.Unlock()
+		o.flush()
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	last := outbox{epoch: epoch}
+	last.sealDelta(wire.TSnapshot, wire.FlagLast)
+	o.buf = append(append(o.buf, last.buf...), o.held...)
+	o.held, o.hold = nil, false
+	o.notify()
+}
+
+// notify wakes the writer. The caller holds mu.
+func (o *outbox) notify() {
+	if o.closed {
+		return
+	}
+	select {
+	case o.wake <- struct{}{}:
+	default:
+	}
+}
+
+// flush sends what is queued as far as the socket takes it now; the rest is left to the writer.
+func (o *outbox) flush() {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.attended = false
+	o.sealDelta(wire.TDelta, 0)
+	for !o.busy && !o.dead && o.sent < len(o.buf) {
+		n, err := unix.SendmsgN(o.fd, o.buf[o.sent:], nil, nil, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
+		if errors.Is(err, unix.EINTR) {
+			continue
+		}
+		if errors.Is(err, unix.EAGAIN) {
+			o.notify()
+			return
+		}
+		if err != nil {
+			o.dead = true
+			o.seal()
+			return
+		}
+		o.sent += n
+	}
+	o.reclaim()
+}
+
+// reclaim forgets what was sent. The caller holds mu.
+func (o *outbox) reclaim() {
+	if o.sent == len(o.buf) {
+		if cap(o.buf) > 1<<20 {
+			o.buf = nil // a snapshot's worth is not kept for ever
+		}
+		o.buf, o.sent = o.buf[:0], 0
+	}
+}
+
+// write sends what flush could not and what other sessions cause, until the outbox is closed. It may block in a send;
+// shutting the socket down ends that.
+func (o *outbox) write() {
+	var chunk []byte
+	for range o.wake {
+		for {
+			o.mu.Lock()
+			if o.closed || o.dead {
+				o.mu.Unlock()
+				break
+			}
+			o.sealDelta(wire.TDelta, 0)
+			if o.sent == len(o.buf) {
+				o.reclaim()
+				o.mu.Unlock()
+				break
+			}
+			chunk = append(chunk[:0], o.buf[o.sent:min(len(o.buf), o.sent+256<<10)]...)
+			o.busy = true
+			o.mu.Unlock()
+			n, err := unix.SendmsgN(o.fd, chunk, nil, nil, unix.MSG_NOSIGNAL)
+			o.mu.Lock()
+			o.busy = false
+			if err == nil {
+				o.sent += n
+				if o.sent > 4<<20 { // do not let the sent part of a long queue grow
+					o.buf = append([]byte(nil), o.buf[o.sent:]...)
+					o.sent = 0
+				}
+			} else if !errors.Is(err, unix.EINTR) {
+				o.dead = true
+				o.seal()
+			}
+			o.mu.Unlock()
+		}
+	}
+}
+
+// close ends the writer.
+func (o *outbox) close() {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if !o.closed {
+		o.closed = true
+		close(o.wake)
+	}
+}
