@@ -1,0 +1,25 @@
+package bench
+
+import (
+	"fmt"
+	"io"
+	"text/tabwriter"
+
+	"github.com/dustin/go-humanize"
+)
+
+// Text prints a result for people.
+func (r *Result) Text(w io.Writer) error {
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	row := func(name, format string, args ...any) { fmt.Fprintf(t, name+"\t"+format+"\n", args...) }
+	row("trace", "%s, %s requests, %s references", r.Trace, humanize.Comma(int64(r.Requests)), humanize.Comma(int64(r.References)))
+	row("tier", "%s, %s blocks of %s, idle guard %gs", r.Policy, humanize.Comma(int64(r.Capacity)), humanize.IBytes(uint64(r.BytesPerBlock)), r.MinIdleSeconds)
+	row("hits", "%d blocks, %.4f of blocks, %.4f of tokens", r.Hits, r.HitRatioBlocks, r.HitRatioTokens)
+	row("stored", "%s blocks, %s; evicted %s, refused %s", humanize.Comma(int64(r.StoredBlocks)), humanize.IBytes(r.BytesWritten), humanize.Comma(int64(r.EvictedBlocks)), humanize.Comma(int64(r.RefusedBlocks)))
+	row("checked", "%s loaded, %d wrong blocks", humanize.IBytes(r.BytesChecked), r.WrongBlocks)
+	row("per key", "lookup %.2f µs, reserve + commit %.2f µs (batches of %d), pin + unpin %.2f µs", r.LookupUS, r.StoreUS, r.Batch, r.LoadUS)
+	row("copies", "store %.1f GB/s, load %.1f GB/s, memcpy %.1f GB/s", r.StoreGBps, r.LoadGBps, r.MemcpyGBps)
+	row("daemon", "%.2f s CPU, %s resident", r.DaemonCPU, humanize.IBytes(r.DaemonRSS))
+	row("wall", "%.1f s", r.WallSeconds)
+	return t.Flush()
+}
