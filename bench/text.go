@@ -23,3 +23,21 @@ func (r *Result) Text(w io.Writer) error {
 	row("wall", "%.1f s", r.WallSeconds)
 	return t.Flush()
 }
+
+// Row is a named result of a table.
+type Row struct {
+	Name   string
+	Result Result
+}
+
+// Table prints results side by side.
+func Table(w io.Writer, rows []Row) error {
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
+	fmt.Fprintln(t, "requests\tblocks\thits\thit blocks\thit tokens\tstored\tevicted\tchecked\twrong\tµs/key\t ")
+	for _, r := range rows {
+		v := &r.Result
+		fmt.Fprintf(t, "%d\t%d\t%d\t%.4f\t%.4f\t%d\t%d\t%s\t%d\t%.2f\t %s\n", v.Requests, v.References, v.Hits, v.HitRatioBlocks, v.HitRatioTokens,
+			v.StoredBlocks, v.EvictedBlocks, humanize.IBytes(v.BytesChecked), v.WrongBlocks, v.StoreUS, r.Name)
+	}
+	return t.Flush()
+}

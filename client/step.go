@@ -2,7 +2,6 @@ package client
 
 import (
 	"errors"
-	"slices"
 	"time"
 
 	"kvlift/block"
@@ -56,24 +55,23 @@ func (e *Engine) find(k *block.Key) (Copy, bool) {
 }
 
 // PrepareLoad pins what lookups of this window found and returns the number of the load job. It must be called before
-// the window closes (R4).
+// the window closes (R4). Of nothing it makes no job and returns 0; at most wire.MaxRefs copies fit into one.
 func (e *Engine) PrepareLoad(request uint64, copies []Copy) uint64 {
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	if len(copies) == 0 {
+		return 0
+	}
 	e.job++
 	refs := make([]block.Ref, len(copies))
 	for i := range copies {
 		refs[i] = copies[i].Ref
 	}
 	e.loads[e.job] = refs
-	if e.s != nil {
-		for part := range slices.Chunk(refs, wire.MaxRefs) { // one message, but for absurd sizes
-			e.s.queue(wire.TPin, func(b []byte) []byte {
-				return wire.AppendRefs(b, &wire.Refs{Job: e.job, Request: request, Refs: part})
-			})
-		}
-		e.send()
-	}
+	e.post(wire.TPin, func(b []byte) []byte {
+		return wire.AppendRefs(b, &wire.Refs{Job: e.job, Request: request, Refs: refs})
+	})
+	e.send()
 	return e.job
 }
 
@@ -87,10 +85,13 @@ func (e *Engine) send() {
 	}
 }
 
-// CompleteLoad ends a load job after every rank has copied (R6).
+// CompleteLoad ends a load job after every rank has copied (R6). A job that is not open is passed over.
 func (e *Engine) CompleteLoad(job uint64) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	if e.loads[job] == nil {
+		return
+	}
 	delete(e.loads, job)
 	e.post(wire.TUnpin, func(b []byte) []byte { return wire.AppendJob(b, job) })
 }

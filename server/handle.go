@@ -80,6 +80,10 @@ func (s *Server) leave(c *conn) {
 		delete(s.managers, c.session)
 	}
 	s.mu.Unlock()
+	if c.process != nil {
+		// A process may live on without its mapping: then its byte lock is free, and that ends it as well (R13).
+		s.watchLock(c.process)
+	}
 	if current {
 		s.c.Engine.Detach(c.session)
 		s.c.Log.Info("connection lost", "session", fmt.Sprintf("%016x", c.session.ID()), "pid", c.pid)

@@ -163,13 +163,6 @@ func (s *Server) watchLock(p *engine.Process) {
 	}
 }
 
-// unwatchLock forgets it: the process is known by a pidfd now.
-func (s *Server) unwatchLock(p *engine.Process) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	delete(s.locks, p)
-}
-
 // pollLocks looks at byte locks while there are some to look at; it costs nothing otherwise.
 func (s *Server) pollLocks() {
 	for {
@@ -204,8 +197,13 @@ func (s *Server) pollOnce() int {
 			left++
 			continue
 		}
-		s.unwatchLock(p)
-		s.ended(p)
+		s.mu.Lock()
+		_, still := s.locks[p] // it may have come back meanwhile
+		delete(s.locks, p)
+		s.mu.Unlock()
+		if still {
+			s.ended(p)
+		}
 	}
 	return left
 }
