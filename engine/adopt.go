@@ -62,16 +62,6 @@ func Adopt(t *meta.Table, o Options, alive func(slot int) bool) (*Engine, *Repor
 		return nil, rep, fmt.Errorf("%w: %d problems, the first: %w", meta.ErrDamaged, len(rep.Problems), rep.Problems[0])
 	}
 	e.settle()
-	for i, ns := range e.spaces {
-		if ns != nil && ns.Private && len(ns.sessions) == 0 && e.unknown == 0 {
-			e.clearNamespace(ns, nil)
-			e.settleNamespace(ns)
-			if ns.keys == 0 {
-				t.DropNamespace(i)
-				e.spaces[i] = nil
-			}
-		}
-	}
 	return e, rep, nil
 }
 

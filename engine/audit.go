@@ -87,6 +87,27 @@ func (e *Engine) audit() error {
 	case byState[meta.Ready]+byState[meta.Reserved] != e.index.Len():
 		return fmt.Errorf("index holds %d keys of %d", e.index.Len(), byState[meta.Ready]+byState[meta.Reserved])
 	}
+	for _, s := range e.sessions {
+		open := 0
+		for _, j := range s.jobs {
+			open += len(j.refs)
+		}
+		anonymous := map[*request]bool{} // of jobs from before a reconnect
+		for _, j := range s.jobs {
+			if s.requests[j.req.id] != j.req {
+				anonymous[j.req] = true
+			}
+		}
+		for r := range anonymous {
+			open += len(r.entries)
+		}
+		for _, r := range s.requests {
+			open += len(r.entries)
+		}
+		if open != s.open {
+			return fmt.Errorf("session %x: %d open refs, %d counted", s.id, open, s.open)
+		}
+	}
 	for i, ns := range e.spaces {
 		if ns != nil && ns.keys != keys[uint16(i)] {
 			return fmt.Errorf("namespace %d: %d records, %d counted", i, keys[uint16(i)], ns.keys)

@@ -54,6 +54,7 @@ type Options struct {
 const (
 	MaxRequests = 1 << 16
 	MaxJobs     = 1 << 16
+	MaxOpen     = 1 << 22 // entries that its open jobs and requests name, each as often as it is named
 )
 
 // Sink is told what changes in a session's namespace, in order, under the engine's mutex: it must neither block nor call

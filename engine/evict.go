@@ -66,7 +66,8 @@ func (e *Engine) announce(id uint32, to meta.State) {
 	}
 }
 
-// settle ends the removals that nobody waits for any more, and orphans of an earlier daemon.
+// settle ends the removals that nobody waits for any more, orphans of an earlier daemon, and private generations whose
+// session has ended.
 func (e *Engine) settle() {
 	if e.unknown > 0 {
 		return
@@ -76,9 +77,18 @@ func (e *Engine) settle() {
 		e.counters.Aborted++
 	}
 	e.orphans = nil
-	for _, ns := range e.spaces {
-		if ns != nil {
-			e.settleNamespace(ns)
+	for i, ns := range e.spaces {
+		if ns == nil {
+			continue
+		}
+		abandoned := ns.Private && len(ns.sessions) == 0
+		if abandoned { // nobody may ever join it: its keys are of no use
+			e.clearNamespace(ns, nil)
+		}
+		e.settleNamespace(ns)
+		if abandoned && ns.keys == 0 {
+			e.table.DropNamespace(i)
+			e.spaces[i] = nil
 		}
 	}
 }

@@ -13,6 +13,7 @@ import (
 // ended; then they go to the hot end together, the deepest position first, so that no parent is colder than its child.
 type request struct {
 	id       uint64
+	session  *Session
 	tick     uint64
 	entries  []block.Ref // held, in the order in which they came; one may stand twice, or be gone by a reset
 	jobs     int         // open
@@ -52,7 +53,7 @@ func (e *Engine) request(s *Session, id uint64) (*request, error) {
 	if len(s.requests) >= MaxRequests {
 		return nil, ErrBusy
 	}
-	r := &request{id: id, tick: e.nextTick()}
+	r := &request{id: id, session: s, tick: e.nextTick()}
 	s.requests[id] = r
 	return r, nil
 }
@@ -63,6 +64,7 @@ func (e *Engine) take(r *request, ns *namespace, id uint32, group uint16) {
 	e.hold(id)
 	e.table.SetTick(id, r.tick)
 	r.entries = append(r.entries, ref)
+	r.session.open++
 	if r.tails == nil {
 		r.tails = make([]block.Ref, len(ns.groups))
 		for g := range r.tails {
@@ -99,7 +101,10 @@ func (e *Engine) closeRequest(s *Session, r *request) {
 	if !r.finished || r.jobs > 0 {
 		return
 	}
-	delete(s.requests, r.id)
+	if s.requests[r.id] == r { // a job from before a reconnect has a request of its own, without a number
+		delete(s.requests, r.id)
+	}
+	s.open -= len(r.entries)
 	e.letGo(r.entries)
 	r.entries = nil
 }
@@ -157,7 +162,7 @@ func (e *Engine) Pin(s *Session, id, req uint64, refs []block.Ref) error {
 }
 
 func (e *Engine) pin(s *Session, r *request, id uint64, refs []block.Ref) error {
-	j, err := s.newJob(id, r)
+	j, err := s.newJob(id, r, len(refs))
 	if err != nil {
 		return err
 	}
@@ -168,6 +173,7 @@ func (e *Engine) pin(s *Session, r *request, id uint64, refs []block.Ref) error 
 		}
 	}
 	j.refs = slices.Clone(refs)
+	s.open += len(refs)
 	r.jobs++
 	for _, ref := range refs {
 		sl := &e.slots[ref.Entry]
@@ -191,8 +197,9 @@ func (e *Engine) pinnable(ref block.Ref) bool {
 	return s.gen == ref.Gen && (s.state == meta.Ready || s.state == meta.Evicting || s.state == meta.Removed) && s.pins < 1<<15 && s.holds < 1<<15
 }
 
-func (s *Session) newJob(id uint64, r *request) (*job, error) {
-	if len(s.jobs) >= MaxJobs {
+// newJob opens a job that will name up to n entries.
+func (s *Session) newJob(id uint64, r *request, n int) (*job, error) {
+	if len(s.jobs) >= MaxJobs || s.open+2*n > MaxOpen {
 		return nil, ErrBusy
 	}
 	if s.jobs[id] != nil {
@@ -244,6 +251,7 @@ func (e *Engine) Abort(s *Session, id uint64) error {
 // endJob closes a job: a load unpins, a store becomes READY (commit) or FREE.
 func (e *Engine) endJob(s *Session, j *job, commit bool) {
 	delete(s.jobs, j.id)
+	s.open -= len(j.refs)
 	for _, ref := range j.refs {
 		switch {
 		case !j.store:
@@ -253,7 +261,9 @@ func (e *Engine) endJob(s *Session, j *job, commit bool) {
 		}
 	}
 	if j.store && !commit {
+		s.open -= len(j.req.entries)
 		j.req.entries = slices.DeleteFunc(j.req.entries, func(ref block.Ref) bool { return slices.Contains(j.refs, ref) })
+		s.open += len(j.req.entries)
 		for i := range j.req.tails { // a parent that never was is none
 			if slices.Contains(j.refs, j.req.tails[i]) {
 				j.req.tails[i] = block.Ref{Entry: block.NoEntry}
@@ -326,6 +336,9 @@ func (e *Engine) Touch(s *Session, req uint64, refs []block.Ref) error {
 	if s.ns == nil || s.state == Ended {
 		return ErrClosed
 	}
+	if s.open+2*len(refs) > MaxOpen {
+		return ErrBusy
+	}
 	r := s.requests[req]
 	mine := make([]block.Ref, 0, len(refs))
 	for _, ref := range refs {
@@ -386,17 +399,15 @@ func (e *Engine) relist(s *Session, r *Resume) error {
 	s.jobs = map[uint64]*job{}
 	requests := s.requests
 	s.requests = map[uint64]*request{}
-	anon := func(id uint64) *request {
-		q := &request{id: id, tick: e.nextTick(), finished: true}
-		return q
-	}
+	s.open = 0
+	anon := func() *request { return &request{session: s, tick: e.nextTick(), finished: true} }
 	for _, j := range r.Loads {
-		if err := e.pin(s, anon(j.Job), j.Job, j.Refs); err != nil {
+		if err := e.pin(s, anon(), j.Job, j.Refs); err != nil {
 			return err
 		}
 	}
 	for _, j := range r.Stores {
-		nj, err := s.newJob(j.Job, anon(j.Job))
+		nj, err := s.newJob(j.Job, anon(), len(j.Refs))
 		if err != nil {
 			return err
 		}
@@ -413,6 +424,7 @@ func (e *Engine) relist(s *Session, r *Resume) error {
 			e.orphans = slices.DeleteFunc(e.orphans, func(id uint32) bool { return id == ref.Entry })
 			e.slots[ref.Entry].holds++ // the anonymous request's; an old owner's hold ends below
 			nj.req.entries = append(nj.req.entries, ref)
+			s.open += 2
 		}
 	}
 	for _, j := range old {

@@ -76,7 +76,7 @@ func (e *Engine) Reserve(s *Session, id, req uint64, offers []block.Offer, out *
 			return fmt.Errorf("%w: group %d of %d", ErrGeometry, offers[i].Group, len(s.ns.groups))
 		}
 	}
-	j, err := s.newJob(id, r)
+	j, err := s.newJob(id, r, len(offers))
 	if err != nil {
 		return err
 	}
@@ -150,6 +150,7 @@ func (e *Engine) offer(s *Session, r *request, j *job, o *block.Offer, h uint64,
 	e.order.Add(id, h, g.pages)
 	ref := block.Ref{Entry: id, Gen: gen}
 	r.entries = append(r.entries, ref)
+	s.open += 2
 	if r.tails == nil {
 		r.tails = make([]block.Ref, len(ns.groups))
 		for i := range r.tails {

@@ -44,6 +44,7 @@ type Session struct {
 	desc     *Description
 	parts    map[uint16][]uint32
 	stats    SessionStats
+	open     int // refs that its jobs and requests hold, at most MaxOpen
 }
 
 // Process is one attached process of a session: its slot is the record in the session table and the byte that it locks.
@@ -105,6 +106,9 @@ func (e *Engine) Join(j Joining) (*Process, error) {
 		s.sinceMS = e.opts.Now().UnixMilli()
 		e.sessions[s.id] = s
 	} else if s.desc == nil {
+		if s.ns != nil && !s.ns.Private && s.ns.ID != j.Desc.ID {
+			return nil, fmt.Errorf("%w: engine %q came back with another cache", ErrGeometry, j.EngineID)
+		}
 		s.desc = j.Desc
 	} else if s.desc.ID != j.Desc.ID {
 		return nil, fmt.Errorf("%w: manager and ranks of engine %q describe different caches", ErrGeometry, j.EngineID)
@@ -118,6 +122,9 @@ func (e *Engine) Join(j Joining) (*Process, error) {
 	}
 	if j.Role == meta.Worker {
 		s.parts[j.Rank] = slices.Clone(j.Parts)
+		if s.ns != nil {
+			return p, s.ns.matches(s)
+		}
 	}
 	return p, nil
 }
@@ -414,15 +421,8 @@ func (e *Engine) endSession(s *Session) {
 	delete(e.sessions, s.id)
 	if ns := s.ns; ns != nil {
 		ns.sessions = slices.DeleteFunc(ns.sessions, func(o *Session) bool { return o == s })
-		if ns.Private && len(ns.sessions) == 0 {
-			e.clearNamespace(ns, nil) // nobody may ever join it: its keys are of no use
-		}
 	}
 	e.settle()
-	if ns := s.ns; ns != nil && ns.Private && len(ns.sessions) == 0 && ns.keys == 0 {
-		e.table.DropNamespace(int(ns.index))
-		e.spaces[ns.index] = nil
-	}
 }
 
 // Step acknowledges the removals up to epoch (R5).

@@ -76,6 +76,7 @@ type Status struct {
 
 // NamespaceStatus is one namespace. Payload bytes count the groups' own bytes, Bytes the pages that hold them.
 type NamespaceStatus struct {
+	Index       int // in the namespace table: stable while it exists
 	ID          [32]byte
 	Private     bool
 	Description string
@@ -99,7 +100,7 @@ type SessionStatus struct {
 	ID        uint64
 	EngineID  string
 	State     SessionState
-	Namespace int // -1 without one
+	Namespace int // its index, -1 without one
 	PID       uint32
 	Ranks     int
 	World     int
@@ -138,7 +139,7 @@ func (e *Engine) snapshotStatus() (Status, [meta.MaxNamespaces]int) {
 			continue
 		}
 		index[i] = len(st.Namespaces)
-		n := NamespaceStatus{ID: ns.ID, Private: ns.Private, Description: ns.Description, Sessions: len(ns.sessions)}
+		n := NamespaceStatus{Index: i, ID: ns.ID, Private: ns.Private, Description: ns.Description, Sessions: len(ns.sessions)}
 		for g, v := range ns.groups {
 			n.Groups = append(n.Groups, GroupStatus{Kind: ns.Groups[g].Kind, ChunkTokens: ns.Groups[g].ChunkTokens, PayloadBytes: v.payload,
 				Keys: v.keys, Tokens: v.keys * uint64(ns.Groups[g].ChunkTokens), Bytes: v.keys * uint64(v.pages) * 4096, OldestMS: -1})
@@ -149,7 +150,7 @@ func (e *Engine) snapshotStatus() (Status, [meta.MaxNamespaces]int) {
 		v := SessionStatus{ID: s.id, EngineID: s.engineID, State: s.state, Namespace: -1, Ranks: len(s.ranks), World: s.world,
 			Jobs: len(s.jobs), Requests: len(s.requests), SinceMS: s.sinceMS, Stats: s.stats}
 		if s.ns != nil {
-			v.Namespace = index[s.ns.index]
+			v.Namespace = int(s.ns.index)
 			for _, ev := range s.ns.evicting {
 				if ev.epoch > s.acked {
 					v.Behind++

@@ -163,7 +163,7 @@ func families() []family {
 	tally("evicted_keys_total", "Keys removed, by cause: store (in the reply to a store), ahead (announced before room was needed), reset, or end (a private namespace lost its session).", "cause",
 		func(r *reading) map[string]uint64 { return r.Counters.EvictedKeys })
 
-	add(prometheus.GaugeValue, "namespace_sessions", "Engines that share the namespace. The index of a namespace may change when another one ends.", []string{"namespace"},
+	add(prometheus.GaugeValue, "namespace_sessions", "Engines that share the namespace, by its place in the namespace table.", []string{"namespace"},
 		func(r *reading, emit emit) {
 			for i := range r.Namespaces[:min(len(r.Namespaces), maxNamespaces)] {
 				emit(float64(r.Namespaces[i].Sessions), strconv.Itoa(r.Namespaces[i].Index))

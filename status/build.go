@@ -52,7 +52,7 @@ func Build(st engine.Status, d Daemon) Document {
 		Process:     d.Process,
 	}
 	for i := range st.Namespaces {
-		doc.Namespaces = append(doc.Namespaces, namespace(i, &st.Namespaces[i]))
+		doc.Namespaces = append(doc.Namespaces, namespace(&st.Namespaces[i]))
 	}
 	doc.Tiers = []Tier{ram(&st, &d)}
 	sessions := slices.Clone(st.Sessions)
@@ -130,8 +130,8 @@ func counters(c *engine.Counters) Counters {
 	return out
 }
 
-func namespace(i int, n *engine.NamespaceStatus) Namespace {
-	out := Namespace{Index: i, ID: hex.EncodeToString(n.ID[:]), Private: n.Private, Model: model(n.Description), Sessions: n.Sessions, Groups: []Group{}}
+func namespace(n *engine.NamespaceStatus) Namespace {
+	out := Namespace{Index: n.Index, ID: hex.EncodeToString(n.ID[:]), Private: n.Private, Model: model(n.Description), Sessions: n.Sessions, Groups: []Group{}}
 	for g := range n.Groups {
 		v := &n.Groups[g]
 		w := Group{Index: g, Kind: v.Kind.String(), ChunkTokens: v.ChunkTokens, PayloadBytes: v.PayloadBytes, Keys: v.Keys, Tokens: v.Tokens, Bytes: v.Bytes}

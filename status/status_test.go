@@ -62,7 +62,7 @@ func testStatus() engine.Status {
 				{Kind: meta.StateG, ChunkTokens: 832, PayloadBytes: 1_000_000, Keys: 900, Tokens: 748_800, Bytes: 900 * 1_003_520, OldestMS: 90_500},
 				{Kind: meta.Draft, ChunkTokens: 128, PayloadBytes: 4_096, OldestMS: -1},
 			}},
-		{ID: [32]byte{0xcd, 2}, Private: true, Description: `{"identity":{"model":["a","list"]}}`, Sessions: 1,
+		{Index: 1, ID: [32]byte{0xcd, 2}, Private: true, Description: `{"identity":{"model":["a","list"]}}`, Sessions: 1,
 			Groups: []engine.GroupStatus{{Kind: meta.Window, ChunkTokens: 128, PayloadBytes: 65_536, Keys: 39_100, Tokens: 5_004_800, Bytes: 39_100 * 65_536, OldestMS: 1_500}}},
 	}
 	st.Sessions = []engine.SessionStatus{
