@@ -60,6 +60,9 @@ type Process struct {
 // Slot is the number of the process's byte lock.
 func (p *Process) Slot() int { return p.slot }
 
+// Role is what the process is in its session.
+func (p *Process) Role() meta.Role { return p.role }
+
 // Session is what the process belongs to.
 func (p *Process) Session() *Session { return p.session }
 
@@ -372,6 +375,13 @@ func (e *Engine) Detach(s *Session) {
 	if s.state == Attached {
 		s.state = Detached
 	}
+}
+
+// Knows tells whether a process still counts: it has not ended, and its slot was not given away.
+func (e *Engine) Knows(p *Process) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.procs[p.slot] == p
 }
 
 // ProcessEnded tells that a process is gone: it died, or it said goodbye and its byte lock is free. With the last

@@ -80,7 +80,7 @@ func (s *Server) leave(c *conn) {
 		delete(s.managers, c.session)
 	}
 	s.mu.Unlock()
-	if c.process != nil {
+	if c.process != nil && s.c.Engine.Knows(c.process) {
 		// A process may live on without its mapping: then its byte lock is free, and that ends it as well (R13).
 		s.watchLock(c.process)
 	}
@@ -140,18 +140,27 @@ func awaitExit(f *os.File) bool {
 	return err == nil && ended
 }
 
-// bye ends the session of a process that gives everything back: its byte lock must be free, or it is waited for.
+// bye ends a process that gives everything back. Its byte lock must be free; while it is not, the lock or the end of the
+// process decides, whichever comes first.
 func (s *Server) bye(c *conn) {
+	p := c.process
+	c.process = nil // the end of the connection says nothing more
 	s.mu.Lock()
-	w := s.pidfds[c.process]
+	w, manager := s.pidfds[p], s.managers[c.session] == c
+	if manager {
+		delete(s.managers, c.session)
+	}
 	s.mu.Unlock()
-	if s.c.Arena.Held(c.process.Slot()) {
-		s.watchLock(c.process) // it holds the arena still; its end or the lock's decides, whichever is first
+	if manager {
+		s.c.Engine.Detach(c.session)
+	}
+	if s.c.Arena.Held(p.Slot()) {
+		s.watchLock(p)
 		return
 	}
-	s.ended(c.process)
+	s.ended(p)
 	if w != nil {
-		_ = w.Close()
+		_ = w.Close() // ends its watcher
 	}
 }
 

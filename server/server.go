@@ -21,6 +21,7 @@ import (
 	"kvlift/arena"
 	"kvlift/engine"
 	"kvlift/host"
+	"kvlift/meta"
 	"kvlift/wire"
 )
 
@@ -193,7 +194,7 @@ func (s *Server) pollOnce() int {
 	s.mu.Unlock()
 	left := 0
 	for _, p := range ps {
-		if s.c.Arena.Held(p.Slot()) {
+		if s.c.Engine.Knows(p) && s.c.Arena.Held(p.Slot()) {
 			left++
 			continue
 		}
@@ -212,10 +213,10 @@ func (s *Server) pollOnce() int {
 func (s *Server) ended(p *engine.Process) {
 	s.c.Engine.ProcessEnded(p)
 	s.c.Log.Debug("process ended", "slot", p.Slot())
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if c := s.managers[p.Session()]; c != nil && c.process == p {
+	if p.Role() == meta.Manager {
+		s.mu.Lock()
 		delete(s.managers, p.Session())
+		s.mu.Unlock()
 	}
 }
 
