@@ -69,7 +69,7 @@ type Ready struct {
 
 // Error is the daemon's last word on a connection.
 type Error struct {
-	Code    string `json:"code"` // version, refused, malformed, geometry, busy, gone, closing
+	Code    string `json:"code"` // version, refused, malformed, geometry, busy or failed
 	Message string `json:"message"`
 	Hint    string `json:"hint,omitempty"`
 }
@@ -114,7 +114,27 @@ func (n *Namespace) Canonical() (string, error) {
 	if err := e.Encode(map[string]any{"identity": n.Identity, "groups": groups}); err != nil {
 		return "", fmt.Errorf("%w: namespace: %v", ErrMalformed, err)
 	}
-	return string(bytes.TrimSuffix(b.Bytes(), []byte("\n"))), nil
+	return string(plainSeparators(bytes.TrimSuffix(b.Bytes(), []byte("\n")))), nil
+}
+
+// plainSeparators writes U+2028 and U+2029 in JSON text as themselves: encoding/json escapes them whatever it is told,
+// for the sake of JavaScript, and nobody else does.
+func plainSeparators(text []byte) []byte {
+	out := make([]byte, 0, len(text))
+	for len(text) > 0 {
+		n := 1
+		switch {
+		case bytes.HasPrefix(text, []byte(`\u2028`)), bytes.HasPrefix(text, []byte(`\u2029`)):
+			out = append(out, 0xe2, 0x80, 0xa8+text[5]-'8')
+			text = text[6:]
+			continue
+		case text[0] == '\\':
+			n = 2 // an escape, and not the half of one
+		}
+		out = append(out, text[:n]...)
+		text = text[n:]
+	}
+	return out
 }
 
 // RefList turns the pairs of an open job into refs.

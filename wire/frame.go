@@ -81,7 +81,7 @@ type Header struct {
 	Length uint32
 	Type   Type
 	Flags  uint16
-	Seq    uint64 // a reply carries the sequence of its request; other frames count up from 1 in each direction
+	Seq    uint64 // counts up from 1 in the frames to the daemon; a reply carries that of its request, other frames of the daemon 0
 }
 
 var le = binary.LittleEndian

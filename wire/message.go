@@ -13,7 +13,7 @@ const (
 	ExtentSize   = 8  // page u32, count u32
 	AddedSize    = KeySize + RefSize + 8
 	GoneSize     = KeySize + RefSize
-	SlotSize     = 16 // outcome u8, pad u8, extents u16 … see docs/formats.md
+	SlotSize     = 16 // outcome u8, pad 3, extents u32, ref 8
 	deltaHead    = 24
 	reserveHead  = 24
 	reservedHead = 24
