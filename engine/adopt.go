@@ -51,6 +51,17 @@ func Adopt(t *meta.Table, o Options, alive func(slot int) bool) (*Engine, *Repor
 	if err != nil {
 		return nil, nil, err
 	}
+	for i := range meta.MaxSessions {
+		if !o.DropDamaged || !alive(i) {
+			continue
+		}
+		// What is given up is free for the next store, and a living process may still copy from it.
+		if rep := Check(t); len(rep.Problems) > 0 {
+			return nil, rep, fmt.Errorf("%w: %d problems, and engines hold the arena: they must be stopped before anything is given up; the first: %w",
+				meta.ErrDamaged, len(rep.Problems), rep.Problems[0])
+		}
+		break
+	}
 	e := &Engine{opts: o, table: t, pages: pages.New(t.Header.ArenaPages), order: order, slots: make([]slot, t.Entries), sessions: map[uint64]*Session{}}
 	e.index = index.New(t.Entries, t.KeyEqual)
 	e.canGo = func(id uint32) bool { return e.inline(e.asker, id) && e.oldEnough(id) }
@@ -83,6 +94,9 @@ func (e *Engine) adoptNamespaces(rep *Report) {
 		n, used, err := e.table.Namespace(i)
 		if err != nil {
 			rep.problem(err)
+			if e.opts.DropDamaged && !e.readOnly {
+				e.table.DropNamespace(i) // its entries are given up as those of no namespace
+			}
 			continue
 		}
 		if !used {
@@ -101,14 +115,16 @@ func (e *Engine) adoptNamespaces(rep *Report) {
 func (e *Engine) adoptProcesses(rep *Report, alive func(int) bool) {
 	for i := range meta.MaxSessions {
 		r, used, err := e.table.Process(i)
+		if err == nil && used && r.Namespace != meta.NoNamespace && (int(r.Namespace) >= meta.MaxNamespaces || e.spaces[r.Namespace] == nil) {
+			err = fmt.Errorf("%w: session record %d names namespace %d", meta.ErrDamaged, i, r.Namespace)
+		}
 		if err != nil {
 			rep.problem(err)
+			if e.opts.DropDamaged && !e.readOnly { // nobody holds its lock: Adopt has looked
+				e.table.DropProcess(i)
+			}
 		}
 		if !used || err != nil {
-			continue
-		}
-		if r.Namespace != meta.NoNamespace && (int(r.Namespace) >= meta.MaxNamespaces || e.spaces[r.Namespace] == nil) {
-			rep.problem(fmt.Errorf("%w: session record %d names namespace %d", meta.ErrDamaged, i, r.Namespace))
 			continue
 		}
 		if alive == nil {

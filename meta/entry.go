@@ -202,8 +202,14 @@ func (t *Table) Entry(id uint32, buf []block.Extent) (Entry, error) {
 	e.Key = t.Key(id)
 	e.Payload, e.Pages = le.Uint32(b[ePayload:]), le.Uint32(b[ePages:])
 	n, inline := le.Uint32(b[eExtents:]), int(b[eInline])
-	if e.Key.Len == 0 || e.Key.Len > block.MaxKeyLen || inline > InlineExtents || uint32(inline) != min(n, InlineExtents) || n > e.Pages {
+	if e.Key.Len == 0 || e.Key.Len > block.MaxKeyLen || inline > InlineExtents || uint32(inline) != min(n, InlineExtents) || n > e.Pages ||
+		uint64(n) > InlineExtents+uint64(t.Overflow)*OverflowSlots {
 		return e, fmt.Errorf("%w: entry %d: key of %d bytes, %d extents of which %d inline", ErrDamaged, id, e.Key.Len, n, inline)
+	}
+	for _, c := range e.Key.Bytes[e.Key.Len:] {
+		if c != 0 { // engines compare whole keys, and refuse a frame that holds such a one
+			return e, fmt.Errorf("%w: entry %d: bytes behind its key", ErrDamaged, id)
+		}
 	}
 	e.Extents = buf
 	for i := range inline {

@@ -42,6 +42,10 @@ const (
 	headerMagic    = "KVLIFTM\x01"
 	namespaceMagic = 0x534e564b // "KVNS"
 	sessionMagic   = 0x5353564b // "KVSS"
+
+	// usedWord marks a namespace or session record that is used; zero is free. The second byte is the complement of the
+	// first, so that no single flipped bit makes one of the other.
+	usedWord = 0xfe01
 )
 
 var le = binary.LittleEndian
@@ -137,7 +141,10 @@ func DecodeHeader(b []byte) (Header, error) {
 	if string(b[:7]) != headerMagic[:7] {
 		return h, ErrNotMeta
 	}
-	if v := le.Uint32(b[hVersion:]); v != Version {
+	switch v := le.Uint32(b[hVersion:]); {
+	case v == 0: // no kvlift has it: the copy was torn between magic and version, and the other one counts
+		return h, fmt.Errorf("%w: header without a version", ErrDamaged)
+	case v != Version:
 		return h, fmt.Errorf("%w: the file has version %d, this kvlift writes %d", ErrVersion, v, Version)
 	}
 	if got, want := crc32.Checksum(b[:hCRC], castagnoli), le.Uint32(b[hCRC:]); got != want {
@@ -196,7 +203,7 @@ func Open(b []byte) (*Table, error) {
 	h := ha
 	switch {
 	case errA != nil && errB != nil:
-		// The second copy of a young file is zero: then the first one's error is the one that tells.
+		// One copy of a young file is zero: then the other one's error is the one that tells.
 		if errors.Is(errA, ErrNotMeta) && !errors.Is(errB, ErrNotMeta) {
 			return nil, errB
 		}

@@ -107,7 +107,7 @@ func (t *Table) PutNamespace(i int, n *Namespace) error {
 	copy(b[nDesc:], d)
 	le.PutUint32(b[nCRC:], namespaceCRC(b))
 	t.wrote(off+8, NamespaceSize-8)
-	storeWord(t.b, off, 1)
+	storeWord(t.b, off, usedWord)
 	t.wrote(off, 8)
 	return nil
 }
@@ -125,7 +125,7 @@ func (t *Table) Namespace(i int) (n Namespace, used bool, err error) {
 	switch w := le.Uint64(b); {
 	case w == 0:
 		return n, false, nil
-	case w != 1 || le.Uint32(b[nMagic:]) != namespaceMagic || le.Uint32(b[nCRC:]) != namespaceCRC(b):
+	case w != usedWord || le.Uint32(b[nMagic:]) != namespaceMagic || le.Uint32(b[nCRC:]) != namespaceCRC(b):
 		return n, true, fmt.Errorf("%w: namespace record %d", ErrDamaged, i)
 	}
 	groups, ranks, desc := int(le.Uint16(b[nGroups:])), int(le.Uint16(b[nRanks:])), int(le.Uint32(b[nDescLen:]))

@@ -37,7 +37,7 @@ func (t *Table) writeOverflow(o, owner, gen, next uint32, xs []block.Extent) {
 }
 
 // readOverflow follows a chain that must hold exactly n extents of this owner and generation. A loop cannot hold it up:
-// every step takes extents off n.
+// every step takes extents off n, and the caller knows that n is not more than the table holds.
 func (t *Table) readOverflow(owner, gen, o uint32, n int, dst []block.Extent) ([]block.Extent, error) {
 	for ; n > 0; n -= OverflowSlots {
 		if o >= t.Overflow {

@@ -50,8 +50,10 @@ const (
 	sIDLen, sID                                 = 48, 49
 )
 
-// word: bit 0 used, bits 16-31 namespace: a session may move to another one, and that must be a single store
-func sessionWord(ns uint16) uint64 { return 1 | uint64(ns)<<16 }
+// word: bits 0-7 used, 8-15 their complement, 16-31 namespace, 32-47 its complement. A session may move to another
+// namespace, and that must be a single store, so the checksum cannot cover it; a survivor in the wrong namespace, or
+// none at all, would have its pages reused.
+func sessionWord(ns uint16) uint64 { return usedWord | uint64(ns)<<16 | uint64(^ns)<<32 }
 
 func (t *Table) sessionOff(i int) int { return t.sessions + i*SessionSize }
 
