@@ -27,7 +27,7 @@ import (
 	"kvlift/status"
 )
 
-var update = flag.Bool("update", false, "write the golden files and docs/metrics-fragment.md")
+var update = flag.Bool("update", false, "write the golden files and the table in docs/operations.md")
 
 func golden(t *testing.T, path string, got []byte) {
 	t.Helper()
@@ -110,14 +110,26 @@ func TestLint(t *testing.T) {
 
 // TestDocumented compares the table for readers with what a scrape of a document in which nothing is missing exposes.
 func TestDocumented(t *testing.T) {
-	path := filepath.Join("..", "docs", "metrics-fragment.md")
-	golden(t, path, markdown())
+	path := filepath.Join("..", "docs", "operations.md")
 	b, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)
 	}
+	head, rest, _ := strings.Cut(string(b), "<!-- metrics -->\n")
+	table, tail, ok := strings.Cut(rest, "<!-- end of metrics -->")
+	if !ok {
+		t.Fatalf("%s has no place for the metrics", path)
+	}
+	if want := "\n" + string(markdown()) + "\n"; table != want {
+		if !*update {
+			t.Errorf("the metrics in %s differ (-update writes them); want:\n%s", path, want)
+		} else if err := os.WriteFile(path, []byte(head+"<!-- metrics -->\n"+want+"<!-- end of metrics -->"+tail), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		table = want
+	}
 	documented := map[string]string{}
-	for _, m := range regexp.MustCompile("(?m)^\\| `([a-z_]+)` \\| ([a-z]+) \\| ([^|]+) \\| [^|]+ \\|$").FindAllStringSubmatch(string(b), -1) {
+	for _, m := range regexp.MustCompile("(?m)^\\| `([a-z_]+)` \\| ([a-z]+) \\| ([^|]+) \\| [^|]+ \\|$").FindAllStringSubmatch(table, -1) {
 		documented[m[1]] = m[2] + " " + m[3]
 	}
 	got, err := registry(t, always(fixture(t))).Gather()
