@@ -193,8 +193,8 @@ func (a *Arena) adopt(c *Config) error {
 	if h.Name != c.Name {
 		return &Error{"adopt", path, fmt.Errorf("%w: it was made for the name %q, not %q", ErrReplaced, h.Name, c.Name), resetHint}
 	}
-	if want := uint32(block.Pages(c.Bytes)); c.Bytes != 0 && want != h.ArenaPages {
-		return &Error{"adopt", c.arenaPath(), fmt.Errorf("%w: it has %d bytes, --ram asks for %d", ErrSize, uint64(h.ArenaPages)*block.PageSize, uint64(want)*block.PageSize),
+	if want := block.Pages(c.Bytes); c.Bytes != 0 && want != uint64(h.ArenaPages) {
+		return &Error{"adopt", c.arenaPath(), fmt.Errorf("%w: it has %d bytes, --ram asks for %d", ErrSize, uint64(h.ArenaPages)*block.PageSize, want*block.PageSize),
 			fmt.Sprintf("an arena is never resized: start with --ram %dKiB, or empty with --reset", uint64(h.ArenaPages)*block.PageSize/1024)}
 	}
 	if c.Keys != 0 && c.Keys != h.Entries {
@@ -412,6 +412,9 @@ func Inspect(c Config, f func(*meta.Table) error) error {
 	defer dir.Close()
 	path := filepath.Join(c.Dir, "meta")
 	m, err := openFile(path, os.O_RDONLY)
+	if errors.Is(err, os.ErrNotExist) { // a start that was refused leaves the folder
+		return &Error{"inspect", c.Dir, ErrMissing, "kvlift serve --name " + c.Name + " makes one"}
+	}
 	if err != nil {
 		return &Error{"inspect", path, err, ""}
 	}

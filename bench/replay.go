@@ -111,7 +111,7 @@ func (p *Replayer) Run(ctx context.Context, src interface {
 		}
 		req, err := src.Next()
 		if errors.Is(err, io.EOF) {
-			return nil
+			break
 		}
 		if err != nil {
 			return err
@@ -122,6 +122,9 @@ func (p *Replayer) Run(ctx context.Context, src interface {
 		if progress != nil {
 			progress(n + 1)
 		}
+	}
+	if p.loads < p.o.CorruptAt {
+		return fmt.Errorf("no byte was corrupted: there were %d loads, and load %d was to be hit", p.loads, p.o.CorruptAt)
 	}
 	return nil
 }

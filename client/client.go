@@ -480,7 +480,7 @@ func (e *Engine) Sync(wait time.Duration) error {
 			}
 			return fmt.Errorf("%d committed jobs were not seen: %w", len(e.unseen), err)
 		}
-		if len(e.unseen) > 0 && time.Now().After(deadline) {
+		if time.Now().After(deadline) {
 			return ErrDeadline
 		}
 	}

@@ -246,10 +246,11 @@ func (s *stream) hello(h *wire.Hello, wait time.Duration) (*wire.Welcome, *os.Fi
 	if encErr != nil {
 		return nil, nil, encErr
 	}
-	if err := s.flush(); err != nil {
-		return nil, nil, err
-	}
+	sent := s.flush()
 	_, b, err := s.await(wire.TWelcome, wait)
+	if _, told := errors.AsType[*RemoteError](err); sent != nil && !told {
+		return nil, nil, sent // a daemon that closes at once says why before it does
+	}
 	if err != nil {
 		return nil, nil, err
 	}

@@ -154,7 +154,8 @@ func (d *daemon) serve(ctx context.Context) error {
 	if o.HTTP != "" {
 		addr, wait, err := metrics.Serve(run, o.HTTP, o.HTTPPublic, metrics.Handler(d.document, o.Log), o.Log)
 		if err != nil {
-			_ = l.Close() // nobody was answered yet
+			_ = l.Close()        // nobody was answered yet
+			_ = unlink(o.Socket) // the other error is the one to tell
 			if errors.Is(err, metrics.ErrPublic) {
 				return &arena.Error{Op: "listen on", Path: o.HTTP, Err: err, Hint: "anybody who reaches it can read it; --http-public allows that"}
 			}
@@ -169,12 +170,12 @@ func (d *daemon) serve(ctx context.Context) error {
 	o.Log.Info("serving", "socket", o.Socket, "pid", os.Getpid())
 	select {
 	case err := <-served:
-		return errors.Join(fmt.Errorf("serve %s: %w", o.Socket, err), os.Remove(o.Socket))
+		return errors.Join(fmt.Errorf("serve %s: %w", o.Socket, err), unlink(o.Socket))
 	case <-ctx.Done():
 	}
 	d.drain()
 	stop()
-	err = errors.Join(<-served, waitHTTP(), os.Remove(o.Socket))
+	err = errors.Join(<-served, waitHTTP(), unlink(o.Socket))
 	e.MarkClean()
 	o.Log.Info("ended")
 	return err
@@ -231,6 +232,14 @@ func listen(o *Options) (*net.UnixListener, error) {
 		return nil, errors.Join(&arena.Error{Op: "set the mode of", Path: o.Socket, Err: err}, l.Close())
 	}
 	return l, nil
+}
+
+// unlink removes the socket; somebody may have been faster.
+func unlink(socket string) error {
+	if err := os.Remove(socket); !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	return nil
 }
 
 // document gathers the daemon's state.

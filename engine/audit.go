@@ -87,25 +87,36 @@ func (e *Engine) audit() error {
 	case byState[meta.Ready]+byState[meta.Reserved] != e.index.Len():
 		return fmt.Errorf("index holds %d keys of %d", e.index.Len(), byState[meta.Ready]+byState[meta.Reserved])
 	}
+	holds := make([]int, len(e.slots))
 	for _, s := range e.sessions {
 		open := 0
 		for _, j := range s.jobs {
 			open += len(j.refs)
 		}
-		anonymous := map[*request]bool{} // of jobs from before a reconnect
+		requests := map[*request]bool{} // with those of jobs from before a reconnect
 		for _, j := range s.jobs {
 			if s.requests[j.req.id] != j.req {
-				anonymous[j.req] = true
+				requests[j.req] = true
 			}
 		}
-		for r := range anonymous {
-			open += len(r.entries)
-		}
 		for _, r := range s.requests {
+			requests[r] = true
+		}
+		for r := range requests {
 			open += len(r.entries)
+			for _, ref := range r.entries {
+				if v := &e.slots[ref.Entry]; v.gen == ref.Gen && v.state != meta.Free {
+					holds[ref.Entry]++
+				}
+			}
 		}
 		if open != s.open {
 			return fmt.Errorf("session %x: %d open refs, %d counted", s.id, open, s.open)
+		}
+	}
+	for i := range e.slots {
+		if int(e.slots[i].holds) != holds[i] {
+			return fmt.Errorf("entry %d has %d holds, requests hold it %d times", i, e.slots[i].holds, holds[i])
 		}
 	}
 	for i, ns := range e.spaces {

@@ -54,6 +54,7 @@ type Options struct {
 const (
 	MaxRequests = 1 << 16
 	MaxJobs     = 1 << 16
+	MaxExtents  = 1 << 15 // of one reply, before keys of several extents are refused: the reply is one message
 	MaxOpen     = 1 << 22 // entries that its open jobs and requests name, each as often as it is named
 )
 

@@ -166,18 +166,21 @@ func (e *Engine) pin(s *Session, r *request, id uint64, refs []block.Ref) error 
 	if err != nil {
 		return err
 	}
-	for _, ref := range refs {
-		if !e.pinnable(ref) {
+	for i, ref := range refs {
+		if !e.pinnable(ref) { // not for the first time, perhaps: it may stand in the list more than once
+			for _, pinned := range refs[:i] {
+				e.slots[pinned.Entry].pins--
+			}
 			delete(s.jobs, id)
 			return fmt.Errorf("%w: pin of entry %d generation %d", ErrBadRef, ref.Entry, ref.Gen)
 		}
+		e.slots[ref.Entry].pins++
 	}
 	j.refs = slices.Clone(refs)
 	s.open += len(refs)
 	r.jobs++
 	for _, ref := range refs {
 		sl := &e.slots[ref.Entry]
-		sl.pins++
 		if sl.state == meta.Ready {
 			_, g, _, _ := e.table.Place(ref.Entry)
 			e.take(r, s.ns, ref.Entry, g)
@@ -361,11 +364,15 @@ func (e *Engine) Touch(s *Session, req uint64, refs []block.Ref) error {
 		}
 		return nil
 	}
+	held := mine[:0]
 	for _, ref := range mine {
-		e.hold(ref.Entry)
-		e.order.Use(ref.Entry)
+		if e.slots[ref.Entry].holds < 1<<15 { // it may stand in the list more than once
+			e.hold(ref.Entry)
+			e.order.Use(ref.Entry)
+			held = append(held, ref)
+		}
 	}
-	e.letGo(mine)
+	e.letGo(held)
 	return nil
 }
 
@@ -374,25 +381,9 @@ func (e *Engine) relist(s *Session, r *Resume) error {
 	if r == nil {
 		r = &Resume{}
 	}
-	type claim struct {
-		id    uint64
-		store bool
-	}
-	listed := map[block.Ref]claim{}
-	for _, j := range r.Stores {
-		for _, ref := range j.Refs {
-			if ref.Entry >= uint32(len(e.slots)) {
-				return fmt.Errorf("%w: store of entry %d", ErrBadRef, ref.Entry)
-			}
-			listed[ref] = claim{j.Job, true}
-		}
-	}
-	for _, j := range r.Loads {
-		for _, ref := range j.Refs {
-			if !e.pinnable(ref) {
-				return fmt.Errorf("%w: load of entry %d generation %d", ErrBadRef, ref.Entry, ref.Gen)
-			}
-		}
+	listed, claimed, err := e.checkResume(s, r)
+	if err != nil {
+		return err
 	}
 	// First what it still has, so that nothing is let go in between; then the rest ends.
 	old := s.jobs
@@ -414,26 +405,30 @@ func (e *Engine) relist(s *Session, r *Resume) error {
 		nj.store, nj.doomed = true, j.Doomed
 		nj.req.jobs++
 		for _, ref := range j.Refs {
-			if e.slots[ref.Entry].state != meta.Reserved || e.slots[ref.Entry].gen != ref.Gen {
+			if !e.reserved(ref) {
 				continue // READY already (the commit arrived), or given up by a start after a reset
 			}
-			if !e.claimable(s, old, ref) {
-				return fmt.Errorf("%w: store of entry %d generation %d belongs to another session", ErrBadRef, ref.Entry, ref.Gen)
-			}
 			nj.refs = append(nj.refs, ref)
-			e.orphans = slices.DeleteFunc(e.orphans, func(id uint32) bool { return id == ref.Entry })
 			e.slots[ref.Entry].holds++ // the anonymous request's; an old owner's hold ends below
 			nj.req.entries = append(nj.req.entries, ref)
 			s.open += 2
 		}
 	}
+	e.orphans = slices.DeleteFunc(e.orphans, func(id uint32) bool { return claimed[id] })
 	for _, j := range old {
 		if j.store {
-			j.refs = slices.DeleteFunc(j.refs, func(ref block.Ref) bool { c, ok := listed[ref]; return ok && c.store })
+			j.refs = slices.DeleteFunc(j.refs, func(ref block.Ref) bool { return listed[ref] })
 		}
 		e.endOld(s, j)
 	}
+	ended := map[*request]bool{} // each once; those of jobs from before an earlier reconnect have no number
 	for _, q := range requests {
+		ended[q] = true
+	}
+	for _, j := range old {
+		ended[j.req] = true
+	}
+	for q := range ended {
 		e.letGo(q.entries)
 	}
 	for _, j := range r.Stores {
@@ -458,15 +453,63 @@ func (e *Engine) endOld(s *Session, j *job) {
 	}
 }
 
-// claimable tells whether a RESERVED record is the session's own, or nobody's since a restart.
-func (e *Engine) claimable(s *Session, old map[uint64]*job, ref block.Ref) bool {
-	if slices.Contains(e.orphans, ref.Entry) {
-		return true
-	}
-	for _, j := range old {
-		if j.store && slices.Contains(j.refs, ref) {
-			return true
+// checkResume looks a returning manager's list through before anything is changed: every job once, every entry in one
+// store, no store that is another session's, no load that cannot be pinned. It returns the entries listed as stores, and
+// those of them that were nobody's since a restart.
+func (e *Engine) checkResume(s *Session, r *Resume) (listed map[block.Ref]bool, claimed map[uint32]bool, err error) {
+	mine, orphans := map[block.Ref]bool{}, map[uint32]bool{}
+	for _, j := range s.jobs {
+		if j.store {
+			for _, ref := range j.refs {
+				mine[ref] = true
+			}
 		}
 	}
-	return false
+	for _, id := range e.orphans {
+		orphans[id] = true
+	}
+	jobs, refs := map[uint64]bool{}, 0
+	for _, j := range slices.Concat(r.Loads, r.Stores) {
+		if jobs[j.Job] {
+			return nil, nil, fmt.Errorf("%w: job %d is listed twice", ErrBadJob, j.Job)
+		}
+		jobs[j.Job] = true
+		refs += len(j.Refs)
+	}
+	if len(jobs) > MaxJobs || 2*refs > MaxOpen {
+		return nil, nil, ErrBusy
+	}
+	listed, claimed = map[block.Ref]bool{}, map[uint32]bool{}
+	for _, j := range r.Stores {
+		for _, ref := range j.Refs {
+			switch {
+			case ref.Entry >= uint32(len(e.slots)):
+				return nil, nil, fmt.Errorf("%w: store of entry %d", ErrBadRef, ref.Entry)
+			case listed[ref]:
+				return nil, nil, fmt.Errorf("%w: store of entry %d is listed twice", ErrBadRef, ref.Entry)
+			case !e.reserved(ref): // it will be passed over
+			case orphans[ref.Entry]:
+				claimed[ref.Entry] = true
+			case !mine[ref]:
+				return nil, nil, fmt.Errorf("%w: store of entry %d generation %d belongs to another session", ErrBadRef, ref.Entry, ref.Gen)
+			}
+			listed[ref] = true
+		}
+	}
+	loads := map[block.Ref]int{}
+	for _, j := range r.Loads {
+		for _, ref := range j.Refs {
+			loads[ref]++
+			if !e.pinnable(ref) || int(max(e.slots[ref.Entry].pins, e.slots[ref.Entry].holds))+loads[ref] > 1<<15 {
+				return nil, nil, fmt.Errorf("%w: load of entry %d generation %d", ErrBadRef, ref.Entry, ref.Gen)
+			}
+		}
+	}
+	return listed, claimed, nil
+}
+
+// reserved tells whether an entry is being stored in this generation.
+func (e *Engine) reserved(ref block.Ref) bool {
+	s := &e.slots[ref.Entry]
+	return s.state == meta.Reserved && s.gen == ref.Gen
 }

@@ -125,7 +125,7 @@ func (e *Engine) offer(s *Session, r *request, j *job, o *block.Offer, h uint64,
 	}
 	if !handedOver {
 		// Pages are there; only an arena so crumbled that the overflow table cannot describe the key is left to refuse.
-		limit := meta.InlineExtents + len(e.freeOverflow)*meta.OverflowSlots
+		limit := min(meta.InlineExtents+len(e.freeOverflow)*meta.OverflowSlots, max(1, MaxExtents-len(out.Extents)))
 		var ok bool
 		if out.Extents, ok = e.pages.Alloc(out.Extents, g.pages, limit); !ok {
 			out.Reason = NoRecords
@@ -224,11 +224,9 @@ func (e *Engine) enough(s *Session, need uint32) Reason {
 	}
 	found, looked := false, 0
 	e.order.Walk(func(id uint32) bool {
-		if looked++; looked > coldestLimit {
-			return false
-		}
 		if !e.inline(s, id) {
-			return true
+			looked++
+			return looked < coldestLimit
 		}
 		if !e.oldEnough(id) {
 			return false

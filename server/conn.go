@@ -38,9 +38,10 @@ type conn struct {
 	process *engine.Process
 	session *engine.Session
 
-	mu     sync.Mutex // guards resume and ready: the last rank's connection may make a manager ready
+	mu     sync.Mutex // guards what follows, and is held while a manager's message is handled: the last rank's connection may make it ready
 	resume *engine.Resume
 	ready  bool
+	left   bool // the connection has ended, or its manager has another one
 
 	fdMu sync.Mutex // guards gone; innermost
 	gone bool       // the descriptor is closed or shut down
@@ -148,10 +149,10 @@ func (c *conn) serve() {
 		c.s.c.Log.Warn("connection ended", "pid", c.pid, "uid", c.uid, "error", err)
 		c.fail(&wire.Error{Code: code(err), Message: err.Error()})
 	}
+	c.supersede()
 	if c.session != nil && c.process != nil {
 		c.s.leave(c)
 	}
-	c.shutdown()
 	c.box.close()
 	writer.Wait()
 }

@@ -21,7 +21,7 @@ func (s *Server) arrive(c *conn) error {
 	s.managers[c.session] = c
 	s.mu.Unlock()
 	if old != nil && old != c {
-		old.shutdown() // the same process came again: the former connection is dead to it
+		old.supersede() // the same process came again: the former connection is dead to it
 	}
 	return c.tryReady()
 }
@@ -31,7 +31,7 @@ func (s *Server) arrive(c *conn) error {
 func (c *conn) tryReady() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.ready || !c.s.c.Engine.AllMapped(c.session) {
+	if c.ready || c.left || !c.s.c.Engine.AllMapped(c.session) {
 		return nil
 	}
 	c.box.holdBack()
@@ -49,10 +49,13 @@ func (c *conn) tryReady() error {
 	return nil
 }
 
-func (c *conn) isReady() bool {
+// supersede ends a manager's connection and returns when nothing that came on it will be handled any more. The kernel
+// still hands out what was received before a shutdown, and the manager has listed its jobs anew since it said that.
+func (c *conn) supersede() {
+	c.shutdown() // a rank that is sending the snapshot stops waiting for this client
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.ready
+	c.left = true
 }
 
 // mapped handles a rank's word that it has mapped the arena: the manager that waits for it may be ready now.
@@ -146,7 +149,7 @@ func (s *Server) bye(c *conn) {
 	p := c.process
 	c.process = nil // the end of the connection says nothing more
 	s.mu.Lock()
-	w, manager := s.pidfds[p], s.managers[c.session] == c
+	manager := s.managers[c.session] == c
 	if manager {
 		delete(s.managers, c.session)
 	}
@@ -159,9 +162,6 @@ func (s *Server) bye(c *conn) {
 		return
 	}
 	s.ended(p)
-	if w != nil {
-		_ = w.Close() // ends its watcher
-	}
 }
 
 // handle does what a frame says.
@@ -189,11 +189,16 @@ func (c *conn) handle(h wire.Header, b []byte, who role) error {
 			return errBye
 		}
 	case roleManager:
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		if c.left {
+			return errBye
+		}
 		if h.Type == wire.TBye {
 			c.s.bye(c)
 			return errBye
 		}
-		if !c.isReady() {
+		if !c.ready {
 			return fmt.Errorf("%w: %v before ready", wire.ErrMalformed, h.Type)
 		}
 		return c.manage(h, b)
@@ -271,6 +276,12 @@ func (c *conn) doReserve(h wire.Header, b []byte) error {
 	for i := range r.Slots {
 		s := &r.Slots[i]
 		a.Slots = append(a.Slots, wire.Slot{Outcome: uint8(s.Outcome), Ref: s.Ref, Extents: s.Extents})
+	}
+	// A few large keys may take the place of more small ones than an answer can name. Those are told before it in the
+	// stream, which is the same to the client: until it has read the answer, it can promise nothing.
+	room := (frameRoom - len(r.Slots)*wire.SlotSize - len(r.Extents)*wire.ExtentSize) / wire.GoneSize
+	for ; len(r.Removed) > room; r.Removed = r.Removed[1:] {
+		c.box.taken(r.Removed[0].Ref, &r.Removed[0].Key)
 	}
 	for i := range r.Removed {
 		a.Removed = append(a.Removed, wire.GoneKey{Offer: block.Offer{Key: r.Removed[i].Key}, Ref: r.Removed[i].Ref})

@@ -23,6 +23,7 @@ type outbox struct {
 	fd   int
 	seal func() // called once when the client is to be given up; must not block
 
+	room  sync.Cond  // on mu: bytes were sent, or the client is given up
 	mu    sync.Mutex // guards everything below; taken under the engine's mutex, so never held across a system call that blocks
 	buf   []byte     // sealed frames
 	sent  int        // bytes of buf that are gone
@@ -41,13 +42,18 @@ type outbox struct {
 }
 
 func newOutbox(fd int, giveUp func()) *outbox {
-	return &outbox{fd: fd, seal: giveUp, wake: make(chan struct{}, 1)}
+	o := &outbox{fd: fd, seal: giveUp, wake: make(chan struct{}, 1)}
+	o.room.L = &o.mu
+	return o
 }
 
 // Added and Removed make an outbox the engine's sink of a session.
 func (o *outbox) Added(ref block.Ref, key *block.Key, group uint16, position uint32, extents []block.Extent) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
+	if o.over() {
+		return
+	}
 	o.add(ref, key, group, position, extents)
 	o.stir()
 }
@@ -80,13 +86,40 @@ func (o *outbox) add(ref block.Ref, key *block.Key, group uint16, position uint3
 func (o *outbox) Removed(epoch uint64, ref block.Ref, key *block.Key) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
+	if o.over() {
+		return
+	}
+	o.remove(ref, key)
+	o.epoch = epoch
+	o.stir()
+}
+
+// taken queues a removal that needs no acknowledgement: it belongs to the answer of a reserve that comes behind it.
+func (o *outbox) taken(ref block.Ref, key *block.Key) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if !o.over() {
+		o.remove(ref, key)
+	}
+}
+
+func (o *outbox) remove(ref block.Ref, key *block.Key) {
 	if len(o.delta.Added) > 0 || o.size > frameRoom {
 		o.sealDelta(wire.TDelta, 0)
 	}
 	o.size += wire.GoneSize
-	o.epoch = epoch
 	o.delta.Removed = append(o.delta.Removed, wire.GoneKey{Offer: block.Offer{Key: *key}, Ref: ref})
-	o.stir()
+}
+
+// over tells that nothing will be sent any more, so that nothing need be kept. The caller holds mu.
+func (o *outbox) over() bool { return o.dead || o.closed }
+
+// die gives the client up. The caller holds mu.
+func (o *outbox) die() {
+	o.dead = true
+	o.buf, o.held, o.sent = nil, nil, 0
+	o.room.Broadcast()
+	o.seal()
 }
 
 // sealDelta closes the open message. The caller holds mu.
@@ -107,11 +140,10 @@ func (o *outbox) sealDelta(t wire.Type, flags uint16) {
 	o.bound()
 }
 
-// bound gives a client up that does not read.
+// bound gives a client up that does not read. A piece of a snapshot has none.
 func (o *outbox) bound() {
-	if len(o.buf)-o.sent+len(o.held) > maxQueued && !o.dead {
-		o.dead = true
-		o.seal()
+	if o.seal != nil && len(o.buf)-o.sent+len(o.held) > maxQueued && !o.dead {
+		o.die()
 	}
 }
 
@@ -120,6 +152,9 @@ func (o *outbox) bound() {
 func (o *outbox) post(t wire.Type, flags uint16, seq uint64, encode func([]byte) []byte) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
+	if o.over() {
+		return
+	}
 	o.sealDelta(wire.TDelta, 0)
 	dst := &o.buf
 	if o.hold && t != wire.TReady && t != wire.TError {
@@ -138,8 +173,13 @@ func (o *outbox) holdBack() {
 	o.hold = true
 }
 
+// maxAhead is how many bytes of a snapshot may wait to be sent while more is read from the table. A snapshot may be many
+// times what may wait for a client: it is made as fast as the client reads.
+const maxAhead = 4 << 20
+
 // snapshot queues READY keys in pieces while later deltas wait in held (R20). visit is called with a function that adds
-// one key; it runs under the engine's mutex, so the outbox is locked inside that one, as everywhere.
+// one key; it runs under the engine's mutex, so the outbox is locked inside that one, as everywhere. It waits for the
+// client, and returns when that is given up.
 func (o *outbox) snapshot(epoch uint64, refs []block.Ref, details func([]block.Ref, func(block.Ref, *block.Key, uint16, uint32, []block.Extent))) {
 	const piece = 2048
 	for lo := 0; lo < len(refs); lo += piece {
@@ -158,9 +198,17 @@ func (o *outbox) snapshot(epoch uint64, refs []block.Ref, details func([]block.R
 		o.bound()
 		o.mu.Unlock()
 		o.flush()
+		o.mu.Lock()
+		for len(o.buf)-o.sent > maxAhead && !o.over() {
+			o.room.Wait()
+		}
+		o.mu.Unlock()
 	}
 	o.mu.Lock()
 	defer o.mu.Unlock()
+	if o.over() {
+		return
+	}
 	last := outbox{epoch: epoch}
 	last.sealDelta(wire.TSnapshot, wire.FlagLast)
 	o.buf = append(append(o.buf, last.buf...), o.held...)
@@ -185,7 +233,7 @@ func (o *outbox) flush() {
 	defer o.mu.Unlock()
 	o.attended = false
 	o.sealDelta(wire.TDelta, 0)
-	for !o.busy && !o.dead && o.sent < len(o.buf) {
+	for !o.busy && !o.over() && o.sent < len(o.buf) { // once closed, the descriptor may be another connection's
 		n, err := unix.SendmsgN(o.fd, o.buf[o.sent:], nil, nil, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
 		if errors.Is(err, unix.EINTR) {
 			continue
@@ -195,8 +243,7 @@ func (o *outbox) flush() {
 			return
 		}
 		if err != nil {
-			o.dead = true
-			o.seal()
+			o.die()
 			return
 		}
 		o.sent += n
@@ -237,15 +284,17 @@ func (o *outbox) write() {
 			n, err := unix.SendmsgN(o.fd, chunk, nil, nil, unix.MSG_NOSIGNAL)
 			o.mu.Lock()
 			o.busy = false
-			if err == nil {
+			switch {
+			case o.dead: // given up meanwhile: there is no queue any more
+			case err == nil:
 				o.sent += n
+				o.room.Broadcast()
 				if o.sent > 4<<20 { // do not let the sent part of a long queue grow
 					o.buf = append([]byte(nil), o.buf[o.sent:]...)
 					o.sent = 0
 				}
-			} else if !errors.Is(err, unix.EINTR) {
-				o.dead = true
-				o.seal()
+			case !errors.Is(err, unix.EINTR):
+				o.die()
 			}
 			o.mu.Unlock()
 		}
@@ -259,5 +308,6 @@ func (o *outbox) close() {
 	if !o.closed {
 		o.closed = true
 		close(o.wake)
+		o.room.Broadcast()
 	}
 }

@@ -213,10 +213,14 @@ func (s *Server) pollOnce() int {
 func (s *Server) ended(p *engine.Process) {
 	s.c.Engine.ProcessEnded(p)
 	s.c.Log.Debug("process ended", "slot", p.Slot())
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	if p.Role() == meta.Manager {
-		s.mu.Lock()
 		delete(s.managers, p.Session())
-		s.mu.Unlock()
+	}
+	if w := s.pidfds[p]; w != nil { // it was its byte lock that told
+		delete(s.pidfds, p)
+		_ = w.Close() // ends its watcher
 	}
 }
 

@@ -7,6 +7,7 @@ import (
 	"encoding/binary"
 	"log/slog"
 	"net"
+	"os"
 	"path/filepath"
 	"sync"
 	"testing"
@@ -28,6 +29,7 @@ type daemon struct {
 	socket string
 	arena  *arena.Arena
 	eng    *engine.Engine
+	server *server.Server
 	stop   func()
 	report *engine.Report
 }
@@ -38,6 +40,9 @@ type setup struct {
 	keys   uint32
 	conns  int
 	hello  time.Duration
+	uids   []uint32
+	gids   []uint32
+	state  []byte
 }
 
 func start(t *testing.T, dir string, s setup) *daemon {
@@ -60,11 +65,11 @@ func start(t *testing.T, dir string, s setup) *daemon {
 	if err != nil {
 		t.Fatal(err)
 	}
-	sv := server.New(server.Config{Engine: d.eng, Arena: a, Log: slog.New(slog.DiscardHandler), Version: "test", Host: host.FS{}, MaxConnections: s.conns, HelloTimeout: s.hello,
-		State: func(bool) ([]byte, error) { return []byte(`{"schema":1}`), nil }})
+	d.server = server.New(server.Config{UIDs: append(s.uids, uint32(os.Geteuid())), GIDs: s.gids, Engine: d.eng, Arena: a, Log: slog.New(slog.DiscardHandler), Version: "test", Host: host.FS{}, MaxConnections: s.conns, HelloTimeout: s.hello,
+		State: func(bool) ([]byte, error) { return s.state, nil }})
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
-	go func() { done <- sv.Serve(ctx, l, d.eng.Survivors()) }()
+	go func() { done <- d.server.Serve(ctx, l, d.eng.Survivors()) }()
 	d.stop = sync.OnceFunc(func() {
 		cancel()
 		if err := <-done; err != nil {
