@@ -20,8 +20,12 @@ import (
 
 func benchCommand() *cli.Command {
 	return &cli.Command{
-		Name:        "bench",
-		Usage:       "measure a daemon through its real socket and arena, every byte checked",
+		Name:  "bench",
+		Usage: "measure a daemon through its real socket and arena, every byte checked",
+		Description: `Each command starts a daemon of its own on a temporary arena unless it is told otherwise.
+
+   kvlift bench demo
+   kvlift bench replay --capacity-blocks 10000 conversation.jsonl.gz`,
 		Subcommands: []*cli.Command{replayCommand(), benchEngineCommand(), demoCommand(), echoServerCommand()},
 	}
 }

@@ -96,10 +96,10 @@ func serveOptions(c *cli.Context) (*daemon.Options, error) {
 		return nil, &usageError{fmt.Sprintf("--policy %q: there are %s", o.Policy, strings.Join(policy.Names(), " and ")), ""}
 	case o.MinIdle < 0, o.ShutdownTimeout < 0:
 		return nil, &usageError{"a time cannot be negative", ""}
-	case o.EvictAhead < 0 || o.EvictAhead > 0.5:
+	case !(o.EvictAhead >= 0 && o.EvictAhead <= 0.5): // NaN is neither
 		return nil, &usageError{fmt.Sprintf("--evict-ahead %v: a share from 0 to 0.5, e.g. 0.02", o.EvictAhead), ""}
-	case o.MaxConnections < 1:
-		return nil, &usageError{"--max-connections: at least 1", ""}
+	case o.MaxConnections < 1 || o.MaxConnections > maxConnections:
+		return nil, &usageError{fmt.Sprintf("--max-connections: 1 to %d", maxConnections), ""}
 	case o.Threads < 0 || o.Threads > 1024:
 		return nil, &usageError{"--populate-threads: 1 to 1024", ""}
 	}
@@ -112,6 +112,9 @@ func serveOptions(c *cli.Context) (*daemon.Options, error) {
 	}
 	return o, nil
 }
+
+// maxConnections stays below the 10,000 threads at which the Go runtime ends a process: each connection's reader is one.
+const maxConnections = 8192
 
 func contains(list []string, s string) bool {
 	for _, v := range list {
@@ -213,8 +216,12 @@ func printConfig(c *cli.Context, w io.Writer, o *daemon.Options) error {
 func flagGiven(c *cli.Context, name string) bool {
 	args, _ := c.App.Metadata["args"].([]string)
 	for _, a := range args {
-		a = strings.TrimLeft(a, "-")
-		if a == name || strings.HasPrefix(a, name+"=") {
+		if a == "--" {
+			break
+		}
+		flag, isFlag := strings.CutPrefix(a, "-") // a value may read like a flag's name
+		flag = strings.TrimPrefix(flag, "-")
+		if isFlag && (flag == name || strings.HasPrefix(flag, name+"=")) {
 			return true
 		}
 	}

@@ -6,7 +6,6 @@ import (
 	"path/filepath"
 	"regexp"
 	"strconv"
-	"strings"
 
 	"github.com/dustin/go-humanize"
 	"github.com/urfave/cli/v2"
@@ -24,11 +23,16 @@ func (v *sizeValue) Set(s string) error {
 	return nil
 }
 
+// String is exact: what it prints can be given again and means the same size.
 func (v *sizeValue) String() string {
 	if *v == 0 {
 		return ""
 	}
-	return strings.ReplaceAll(humanize.IBytes(uint64(*v)), " ", "")
+	n, unit := uint64(*v), 0
+	for n%1024 == 0 && unit < 5 {
+		n, unit = n/1024, unit+1
+	}
+	return strconv.FormatUint(n, 10) + [...]string{"", "KiB", "MiB", "GiB", "TiB", "PiB"}[unit]
 }
 
 // Get makes the flag's value readable by name.

@@ -171,7 +171,7 @@ func harden(c *cli.Command) {
 		}
 		return
 	}
-	if c.ArgsUsage == "" {
+	if c.ArgsUsage == "" && !c.SkipFlagParsing {
 		act := c.Action
 		c.Action = func(x *cli.Context) error {
 			if x.NArg() > 0 {
@@ -226,9 +226,18 @@ func versionString() string {
 	return "0.1.0-dev"
 }
 
-// notYet is the action of a command that a later version builds.
+// notYet is the action of a command that a later version builds. Its flags are not known yet, so the command skips their
+// parsing and the help flag is looked for here.
 func notYet(name string) cli.ActionFunc {
-	return func(*cli.Context) error {
+	return func(c *cli.Context) error {
+		for _, a := range c.Args().Slice() {
+			if a == "--" {
+				break
+			}
+			if a == "--help" || a == "-help" || a == "-h" {
+				return cli.ShowSubcommandHelp(c)
+			}
+		}
 		return &hintedError{fmt.Errorf("%s is not built yet", name), strings.TrimSpace("kvlift " + name + " --help says what it will do")}
 	}
 }
