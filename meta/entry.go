@@ -34,24 +34,32 @@ const (
 	eExtents, eOverflow, ePayload, eInl    = 84, 88, 92, 96
 )
 
-// word: bits 0-7 state, 8-15 its complement (zero for Free, so that a zeroed file is all free), 16 frequent, 32-63 generation
-const frequentBit = 1 << 16
+// marks are what the policy remembers of a record: bit 0 frequent, bits 1-2 the class of package restore.
+type marks uint8
 
-func makeWord(s State, frequent bool, gen uint32) uint64 {
-	w := uint64(s) | uint64(gen)<<32
+func (m marks) frequent() bool { return m&1 != 0 }
+func (m marks) class() uint8   { return uint8(m >> 1) }
+
+func makeMarks(frequent bool, class uint8) marks {
+	m := marks(class&3) << 1
+	if frequent {
+		m |= 1
+	}
+	return m
+}
+
+// word: bits 0-7 state, 8-15 its complement (zero for Free, so that a zeroed file is all free), 16-18 marks, 32-63 generation
+func makeWord(s State, m marks, gen uint32) uint64 {
+	w := uint64(s) | uint64(m)<<16 | uint64(gen)<<32
 	if s != Free {
 		w |= uint64(^uint8(s)) << 8
-	}
-	if frequent {
-		w |= frequentBit
 	}
 	return w
 }
 
-func splitWord(w uint64) (s State, frequent bool, gen uint32, ok bool) {
-	s, gen = State(w), uint32(w>>32)
-	frequent = w&frequentBit != 0
-	return s, frequent, gen, s < lastState && w == makeWord(s, frequent, gen)
+func splitWord(w uint64) (s State, m marks, gen uint32, ok bool) {
+	s, m, gen = State(w), marks(w>>16&7), uint32(w>>32)
+	return s, m, gen, s < lastState && m.class() < 3 && w == makeWord(s, m, gen)
 }
 
 // Entry is the content of a record.
@@ -59,6 +67,7 @@ type Entry struct {
 	State     State
 	Gen       uint32
 	Frequent  bool   // the policy counts it among the often used (arc)
+	Class     uint8  // what it is worth to a restore point: the value of restore.Class
 	Tick      uint64 // recency: Unix milliseconds << 22, counted up within one; equal in one request, where the deeper position is colder
 	Namespace uint16
 	Group     uint16
@@ -78,26 +87,34 @@ func (t *Table) Word(id uint32) (s State, gen uint32, ok bool) {
 	return s, gen, ok
 }
 
-// SetState moves a record to another state, keeping generation and mark. One store.
+// SetState moves a record to another state, keeping generation and marks. One store.
 func (t *Table) SetState(id uint32, s State) {
 	off := t.entryOff(id)
-	_, f, gen, _ := splitWord(le.Uint64(t.b[off:]))
+	_, m, gen, _ := splitWord(le.Uint64(t.b[off:]))
 	if s == Free {
-		f = false
+		m = 0
 	}
-	storeWord(t.b, off, makeWord(s, f, gen))
+	storeWord(t.b, off, makeWord(s, m, gen))
 	t.wrote(off, 8)
 }
 
-// SetFrequent marks a record for the policy of the next daemon. It has no effect on a free record.
-func (t *Table) SetFrequent(id uint32, frequent bool) {
+// SetMarks notes for the policy of the next daemon whether a record is often used and what it is worth. It has no effect
+// on a free record.
+func (t *Table) SetMarks(id uint32, frequent bool, class uint8) {
 	off := t.entryOff(id)
-	s, f, gen, _ := splitWord(le.Uint64(t.b[off:]))
-	if s == Free || f == frequent {
+	s, old, gen, _ := splitWord(le.Uint64(t.b[off:]))
+	m := makeMarks(frequent, class)
+	if s == Free || m == old {
 		return
 	}
-	storeWord(t.b, off, makeWord(s, frequent, gen))
+	storeWord(t.b, off, makeWord(s, m, gen))
 	t.wrote(off, 8)
+}
+
+// Frequent tells whether a record is marked as often used.
+func (t *Table) Frequent(id uint32) bool {
+	_, m, _, _ := splitWord(le.Uint64(t.b[t.entryOff(id):]))
+	return m.frequent()
 }
 
 // Tick returns the recency stamp of a record.
@@ -121,6 +138,12 @@ func (t *Table) KeyEqual(id uint32, ns uint16, k *block.Key) bool {
 func (t *Table) Key(id uint32) block.Key {
 	b := t.b[t.entryOff(id) : t.entryOff(id)+EntrySize]
 	return block.Key{Len: b[eKeyLen], Bytes: [block.MaxKeyLen]byte(b[eKey : eKey+block.MaxKeyLen])}
+}
+
+// Parent returns the record that the record's chunk continues; its entry is block.NoEntry when that is not known.
+func (t *Table) Parent(id uint32) block.Ref {
+	b := t.b[t.entryOff(id) : t.entryOff(id)+EntrySize]
+	return block.Ref{Entry: le.Uint32(b[eParent:]), Gen: le.Uint32(b[eParentGen:])}
 }
 
 // Place returns namespace, group, position and pages of a record.
@@ -168,7 +191,7 @@ func (t *Table) Reserve(id uint32, e *Entry, overflow []uint32) uint32 {
 	}
 	le.PutUint32(b[eCRC:], entryCRC(b, gen))
 	t.wrote(off+8, EntrySize-8)
-	storeWord(t.b, off, makeWord(Reserved, false, gen))
+	storeWord(t.b, off, makeWord(Reserved, 0, gen))
 	t.wrote(off, 8)
 	return gen
 }
@@ -186,12 +209,14 @@ func (t *Table) Entry(id uint32, buf []block.Extent) (Entry, error) {
 	b := t.b[off : off+EntrySize]
 	var e Entry
 	var ok bool
-	if e.State, e.Frequent, e.Gen, ok = splitWord(le.Uint64(b)); !ok {
+	var m marks
+	if e.State, m, e.Gen, ok = splitWord(le.Uint64(b)); !ok {
 		return e, fmt.Errorf("%w: entry %d: state word %016x", ErrDamaged, id, le.Uint64(b))
 	}
 	if e.State == Free {
 		return e, nil
 	}
+	e.Frequent, e.Class = m.frequent(), m.class()
 	if want, got := le.Uint32(b[eCRC:]), entryCRC(b, e.Gen); want != got {
 		return e, fmt.Errorf("%w: entry %d: checksum %08x, computed %08x", ErrDamaged, id, want, got)
 	}

@@ -96,10 +96,10 @@ func FuzzEntry(f *testing.F) {
 		if len(chain) > len(over) {
 			t.Fatalf("a chain of %d records in a table of %d", len(chain), len(over))
 		}
-		storeWord(other.b, other.entryOff(id), makeWord(Free, false, e.Gen-1))
+		storeWord(other.b, other.entryOff(id), makeWord(Free, 0, e.Gen-1))
 		other.Reserve(id, &e, over[:len(chain)])
 		other.SetState(id, e.State)
-		other.SetFrequent(id, e.Frequent)
+		other.SetMarks(id, e.Frequent, e.Class)
 		if got, err := other.Entry(id, nil); err != nil || !reflect.DeepEqual(got, e) {
 			t.Errorf("stored again: %+v, %v, want %+v", got, err, e)
 		}

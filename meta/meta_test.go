@@ -278,7 +278,7 @@ func fullTable(t testing.TB) (*Table, []byte) {
 		over += uint32(OverflowNeeded(n))
 		tb.SetState(uint32(i), []State{Ready, Reserved, Evicting, Ready, Removed, Ready}[i])
 	}
-	tb.SetFrequent(0, true)
+	tb.SetMarks(0, true, 0)
 	tb.SetHeader(false)
 	return tb, b
 }
@@ -394,11 +394,19 @@ func TestFlippedBits(t *testing.T) {
 			flips(b, at, at+EntrySize, func(bit int) {
 				got, err := tb.Entry(id, nil)
 				switch byt := bit / 8; {
-				case bit == 16:
+				case bit >= 16 && bit <= 18:
 					w := want.Entries[id]
-					w.Frequent = !w.Frequent
+					if bit == 16 {
+						w.Frequent = !w.Frequent
+					} else {
+						w.Class ^= uint8(1 << (bit - 17))
+					}
+					if w.State != Free && w.Class == 3 {
+						damaged(t, bit, err)
+						return
+					}
 					if err != nil || !reflect.DeepEqual(got, w) {
-						t.Errorf("the mark: %+v, %v, want %+v", got, err, w)
+						t.Errorf("the marks: %+v, %v, want %+v", got, err, w)
 					}
 				case byt >= eTick && byt < eCRC:
 					w := want.Entries[id]
@@ -460,16 +468,16 @@ func TestOrderOfStores(t *testing.T) {
 	check("Reserve", store{tb.overflowOff(1), OverflowSize}, store{tb.overflowOff(5), OverflowSize}, store{off + 8, EntrySize - 8}, store{off, 8})
 	tb.SetState(2, Ready)
 	check("SetState", store{off, 8})
-	tb.SetFrequent(2, true)
-	check("SetFrequent", store{off, 8})
-	tb.SetFrequent(2, true)
-	check("SetFrequent again")
+	tb.SetMarks(2, true, 1)
+	check("SetMarks", store{off, 8})
+	tb.SetMarks(2, true, 1)
+	check("SetMarks again")
 	tb.SetTick(2, 7)
 	check("SetTick", store{off + eTick, 8})
 	tb.SetState(2, Free)
 	check("SetState to free", store{off, 8})
-	tb.SetFrequent(2, true)
-	check("SetFrequent of a free record")
+	tb.SetMarks(2, true, 1)
+	check("SetMarks of a free record")
 	n, p := testNamespaces()[0], testProcesses()[0]
 	if err := tb.PutNamespace(3, &n); err != nil {
 		t.Fatal(err)

@@ -192,9 +192,9 @@ func TestEntryRoundTrip(t *testing.T) {
 			}
 			for _, s := range []State{Ready, Evicting, Removed} {
 				tb.SetState(5, s)
-				tb.SetFrequent(5, s != Evicting)
+				tb.SetMarks(5, s != Evicting, uint8(s)-2)
 				tb.SetTick(5, uint64(s)<<40)
-				want.State, want.Frequent, want.Tick = s, s != Evicting, uint64(s)<<40
+				want.State, want.Frequent, want.Class, want.Tick = s, s != Evicting, uint8(s)-2, uint64(s)<<40
 				if got, err := tb.Entry(5, nil); err != nil || !reflect.DeepEqual(got, want) {
 					t.Errorf("%v: Entry = %+v, %v, want %+v", s, got, err, want)
 				}
@@ -221,11 +221,11 @@ func TestOverflowNeeded(t *testing.T) {
 // TestWords: of all words only those of a daemon are taken, and no single bit leads from one used state to another.
 func TestWords(t *testing.T) {
 	for s := range lastState {
-		for _, frequent := range []bool{false, true} {
-			w := makeWord(s, frequent, 0xdeadbeef)
+		for m := range marks(6) {
+			w := makeWord(s, m, 0xdeadbeef)
 			got, f, gen, ok := splitWord(w)
-			if !ok || got != s || f != frequent || gen != 0xdeadbeef {
-				t.Errorf("splitWord(makeWord(%v, %v)) = %v, %v, %x, %v", s, frequent, got, f, gen, ok)
+			if !ok || got != s || f != m || gen != 0xdeadbeef || makeMarks(m.frequent(), m.class()) != m {
+				t.Errorf("splitWord(makeWord(%v, %v)) = %v, %v, %x, %v", s, m, got, f, gen, ok)
 			}
 			for bit := range 32 {
 				if got, _, _, ok := splitWord(w ^ 1<<bit); ok && got != s {
@@ -234,7 +234,7 @@ func TestWords(t *testing.T) {
 			}
 		}
 	}
-	if s, f, gen, ok := splitWord(0); s != Free || f || gen != 0 || !ok {
+	if s, f, gen, ok := splitWord(0); s != Free || f != 0 || gen != 0 || !ok {
 		t.Error("a zeroed record is not free")
 	}
 	n := 0
@@ -243,8 +243,8 @@ func TestWords(t *testing.T) {
 			n++
 		}
 	}
-	if n != 2*int(lastState) {
-		t.Errorf("%d of the words below 2^20 are taken, want %d", n, 2*lastState)
+	if n != 6*int(lastState) {
+		t.Errorf("%d of the words below 2^20 are taken, want %d", n, 6*lastState)
 	}
 	if got := State(9).String(); got != "state 9" || Ready.String() != "READY" {
 		t.Errorf("state 9 is called %q", got)
@@ -361,8 +361,8 @@ func TestRandomRecords(t *testing.T) {
 				e.Tick = r.Uint64()
 				tb.SetTick(id, e.Tick)
 			default:
-				e.Frequent = !e.Frequent
-				tb.SetFrequent(id, e.Frequent)
+				e.Frequent, e.Class = !e.Frequent, uint8(r.IntN(3))
+				tb.SetMarks(id, e.Frequent, e.Class)
 			}
 			want[id] = e
 		} else {
