@@ -11,6 +11,7 @@ import (
 	"kvlift/meta"
 	"kvlift/pages"
 	"kvlift/policy"
+	"kvlift/restore"
 )
 
 // Report says what a start found in a meta file.
@@ -44,9 +45,6 @@ func Adopt(t *meta.Table, o Options, alive func(slot int) bool) (*Engine, *Repor
 	if o.Now == nil {
 		o.Now = time.Now
 	}
-	if o.EvictAhead == 0 {
-		o.EvictAhead = 0.02
-	}
 	order, err := policy.New(o.Policy, int(t.Entries), uint64(t.Header.ArenaPages))
 	if err != nil {
 		return nil, nil, err
@@ -64,6 +62,8 @@ func Adopt(t *meta.Table, o Options, alive func(slot int) bool) (*Engine, *Repor
 	}
 	e := &Engine{opts: o, table: t, pages: pages.New(t.Header.ArenaPages), order: order, slots: make([]slot, t.Entries), sessions: map[uint64]*Session{}}
 	e.index = index.New(t.Entries, t.KeyEqual)
+	e.spare = [...]*policy.LRU{policy.NewLRU(int(t.Entries)), policy.NewLRU(int(t.Entries))}
+	e.held = alive
 	e.canGo = func(id uint32) bool { return e.inline(e.asker, id) && e.oldEnough(id) }
 	rep := &Report{}
 	e.adoptNamespaces(rep)
@@ -80,6 +80,7 @@ func Adopt(t *meta.Table, o Options, alive func(slot int) bool) (*Engine, *Repor
 func Check(t *meta.Table) *Report {
 	e := &Engine{table: t, pages: pages.New(t.Header.ArenaPages), slots: make([]slot, t.Entries), order: policy.NewLRU(int(t.Entries)), sessions: map[uint64]*Session{},
 		readOnly: true}
+	e.spare = [...]*policy.LRU{policy.NewLRU(int(t.Entries)), policy.NewLRU(int(t.Entries))}
 	e.index = index.New(t.Entries, t.KeyEqual)
 	rep := &Report{}
 	e.adoptNamespaces(rep)
@@ -165,6 +166,7 @@ type adopted struct {
 	id       uint32
 	group    uint16
 	frequent bool
+	class    restore.Class
 }
 
 // adoptEntries rebuilds everything that is not in the file from the records: page map, index, eviction order.
@@ -204,9 +206,14 @@ func (e *Engine) adoptEntries(rep *Report) {
 		if a.frequent {
 			e.order.Use(a.id)
 		}
-		e.order.Release(a.id)
-		e.idle += uint64(pg)
+		e.slots[a.id].holds = 1
+		e.unhold(a.id, min(a.class, restore.Useless))
 		e.tick = max(e.tick, a.tick)
+	}
+	for id := range e.slots {
+		if e.slots[id].state != meta.Free {
+			e.countChild(e.table.Parent(uint32(id)))
+		}
 	}
 }
 
@@ -236,7 +243,7 @@ func (e *Engine) adoptRecord(id uint32, rep *Report, owned []uint64, order []ado
 			rep.Revived++ // the bytes are whole: nobody writes before RESERVED is in the table
 		}
 		rep.Ready++
-		order = append(order, adopted{v.Tick, v.Position, id, v.Group, v.Frequent})
+		order = append(order, adopted{v.Tick, v.Position, id, v.Group, v.Frequent, restore.Class(v.Class)})
 	case meta.Reserved:
 		rep.Reserved++
 		e.orphans = append(e.orphans, id)

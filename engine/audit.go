@@ -5,13 +5,16 @@ import (
 
 	"kvlift/meta"
 	"kvlift/pages"
+	"kvlift/restore"
 )
 
 // audit compares what the engine believes with its records.
 func (e *Engine) audit() error {
 	m := pages.New(e.pages.Len())
 	var byState [5]int
-	var readyPages, pending, idle uint64
+	var readyPages, pending uint64
+	var idle [restore.Useless + 1]uint64
+	children := make([]uint16, len(e.slots))
 	overflow := len(e.freeOverflow)
 	keys := map[uint16]int{}
 	for i := range e.slots {
@@ -52,15 +55,30 @@ func (e *Engine) audit() error {
 		if v.State == meta.Ready {
 			readyPages += uint64(v.Pages)
 			if s.holds == 0 {
-				idle += uint64(v.Pages)
+				idle[s.class] += uint64(v.Pages)
+				if restore.Class(v.Class) != s.class {
+					return fmt.Errorf("entry %d: class %v in memory, %v in the table", id, s.class, restore.Class(v.Class))
+				}
 			}
 		}
+		if e.alive(v.Parent) {
+			children[v.Parent.Entry]++
+		}
 	}
-	walked, last := uint64(0), uint64(0)
+	for i := range e.slots {
+		if e.slots[i].children != children[i] {
+			return fmt.Errorf("entry %d: %d children, %d counted", i, children[i], e.slots[i].children)
+		}
+	}
+	var walked [restore.Useless + 1]uint64
+	last, lastClass := uint64(0), restore.Useless
 	var disorder error
-	e.order.Walk(func(id uint32) bool {
+	e.walk(func(id uint32) bool {
 		_, _, _, n := e.table.Place(id)
-		walked += uint64(n)
+		walked[e.slots[id].class] += uint64(n)
+		if c := e.slots[id].class; c != lastClass {
+			last, lastClass = 0, c
+		}
 		if s := &e.slots[id]; s.state != meta.Ready || s.holds != 0 {
 			disorder = fmt.Errorf("entry %d: %v with %d holds in the eviction order", id, s.state, s.holds)
 		}
@@ -75,7 +93,7 @@ func (e *Engine) audit() error {
 	case disorder != nil:
 		return disorder
 	case walked != idle || idle != e.idle:
-		return fmt.Errorf("idle pages: %d in the order, %d by records, %d counted", walked, idle, e.idle)
+		return fmt.Errorf("idle pages by class: %d in the orders, %d by records, %d counted", walked, idle, e.idle)
 	case m.Free() != e.pages.Free():
 		return fmt.Errorf("free pages: %d by records, %d in the map: %d leaked", m.Free(), e.pages.Free(), int64(m.Free())-int64(e.pages.Free()))
 	case byState[meta.Free] != len(e.freeEntries):

@@ -25,6 +25,7 @@ import (
 	"kvlift/meta"
 	"kvlift/pages"
 	"kvlift/policy"
+	"kvlift/restore"
 )
 
 // Errors that a caller may meet. They concern one session only.
@@ -42,10 +43,12 @@ var (
 type Options struct {
 	Policy     string           // "lru" (default) or "arc"
 	MinIdle    time.Duration    // a store may not evict what was used within this time; 0 turns it off
-	EvictAhead float64          // share of the pages kept free or on their way when several sessions share keys; default 0.02
+	EvictAhead float64          // share of the pages kept free or on their way when several sessions share keys
 	Now        func() time.Time // default time.Now
 	TraceClock bool             // time is what Begin says (replays)
 	SessionID  func() uint64    // random identities; must be given
+	// Stalled is sent to, without waiting, when pages are announced that other sessions have to acknowledge; may be nil.
+	Stalled chan<- struct{}
 	// Drop tells that damaged records are given up instead of refused.
 	DropDamaged bool
 }
@@ -70,13 +73,17 @@ const slotAcked = 1 << 0
 
 // slot is what the engine remembers of a record besides the record.
 type slot struct {
-	gen   uint32
-	holds uint16
-	pins  uint16
-	ns    uint16
-	state meta.State
-	flags uint8
+	gen      uint32
+	holds    uint16
+	pins     uint16
+	ns       uint16
+	children uint16 // records that continue its chain; maxChildren means that or more
+	state    meta.State
+	flags    uint8
+	class    restore.Class // of an idle entry: the order that it stands in
 }
+
+const maxChildren = 1<<16 - 1
 
 // Engine is the daemon's mind. Make one with Adopt.
 type Engine struct {
@@ -86,7 +93,8 @@ type Engine struct {
 	table *meta.Table
 	pages *pages.Map
 	index *index.Index
-	order policy.Order
+	order policy.Order                 // of what restore points need, and of everything that is held
+	spare [restore.Useless]*policy.LRU // of what they do not need: optional, useless
 	slots []slot
 	// Free records and overflow records, taken from the end.
 	freeEntries  []uint32
@@ -104,18 +112,19 @@ type Engine struct {
 	draining bool
 	readOnly bool // Check: the table is only read
 
-	ready    uint32 // READY records
-	used     uint32 // pages of READY records
-	pending  uint64 // pages of EVICTING and REMOVED records
-	idle     uint64 // pages of records in the eviction order
+	ready    uint32                      // READY records
+	used     uint32                      // pages of READY records
+	pending  uint64                      // pages of EVICTING and REMOVED records
+	idle     [restore.Useless + 1]uint64 // pages of idle records, by class
 	counters Counters
 
-	extents  []block.Extent // scratch
-	overflow []uint32       // scratch
-	hashes   []uint64       // scratch: of the offered keys
-	warmed   uint64         // keeps the compiler from dropping the reads that warm the index
-	key      block.Key      // scratch: what sinks are shown
-	asker    *Session       // of the reserve under way
+	extents  []block.Extent      // scratch
+	overflow []uint32            // scratch
+	hashes   []uint64            // scratch: of the offered keys
+	warmed   uint64              // keeps the compiler from dropping the reads that warm the index
+	key      block.Key           // scratch: what sinks are shown
+	held     func(slot int) bool // whether somebody holds the byte lock of a slot
+	asker    *Session            // of the reserve under way
 	canGo    func(id uint32) bool
 }
 
@@ -157,7 +166,7 @@ func (e *Engine) nextTick() uint64 {
 
 // usable tells whether a store may take the entry away now as far as time is concerned.
 func (e *Engine) oldEnough(id uint32) bool {
-	if e.opts.MinIdle <= 0 {
+	if e.opts.MinIdle <= 0 || e.slots[id].class == restore.Useless {
 		return true
 	}
 	return e.now()-int64(e.table.Tick(id)>>tickShift) >= e.opts.MinIdle.Milliseconds()
@@ -167,22 +176,51 @@ func (e *Engine) oldEnough(id uint32) bool {
 func (e *Engine) hold(id uint32) {
 	s := &e.slots[id]
 	if s.holds == 0 && s.state == meta.Ready {
-		e.order.Hold(id)
 		_, _, _, n := e.table.Place(id)
-		e.idle -= uint64(n)
+		e.idle[s.class] -= uint64(n)
+		if s.class == restore.Needed {
+			e.order.Hold(id)
+		} else { // somebody uses it: then it is needed
+			e.spare[s.class-1].Drop(id)
+			k := e.table.Key(id)
+			e.order.Add(id, e.index.Hash(s.ns, &k), n)
+			e.setClass(id, restore.Needed)
+		}
 	}
 	s.holds++
 }
 
-// unhold gives an entry back; the last one puts it at the hot end. The caller holds mu and calls tail first.
-func (e *Engine) unhold(id uint32) {
+// unhold gives an entry back; the last one puts it at the hot end of the order of its class. The caller holds mu and calls
+// tail first.
+func (e *Engine) unhold(id uint32, class restore.Class) {
 	s := &e.slots[id]
 	s.holds--
-	if s.holds == 0 && s.state == meta.Ready {
-		e.order.Release(id)
-		_, _, _, n := e.table.Place(id)
-		e.idle += uint64(n)
+	if s.holds > 0 || s.state != meta.Ready {
+		return
 	}
+	_, _, _, n := e.table.Place(id)
+	if class == restore.Needed {
+		e.order.Release(id)
+	} else {
+		e.order.Drop(id)
+		e.spare[class-1].Add(id, 0, n)
+		e.spare[class-1].Release(id)
+		e.setClass(id, class)
+	}
+	e.idle[class] += uint64(n)
+}
+
+func (e *Engine) setClass(id uint32, class restore.Class) {
+	e.slots[id].class = class
+	e.table.SetMarks(id, e.table.Frequent(id), uint8(class))
+}
+
+// orderOf is the eviction order in which an idle entry stands.
+func (e *Engine) orderOf(id uint32) policy.Order {
+	if c := e.slots[id].class; c != restore.Needed {
+		return e.spare[c-1]
+	}
+	return e.order
 }
 
 // free gives record and pages back. The caller has taken it out of index and order.
@@ -202,10 +240,29 @@ func (e *Engine) freeRecord(id uint32, extents int) {
 	if extents > meta.InlineExtents {
 		e.freeOverflow = e.table.OverflowOf(id, e.freeOverflow)
 	}
+	if p := e.table.Parent(id); e.alive(p) {
+		if c := &e.slots[p.Entry].children; *c < maxChildren {
+			*c--
+		}
+	}
 	e.table.SetState(id, meta.Free)
 	e.spaces[s.ns].keys--
 	*s = slot{gen: s.gen}
 	e.freeEntries = append(e.freeEntries, id)
+}
+
+// alive tells whether a ref still names what it named.
+func (e *Engine) alive(r block.Ref) bool {
+	return r.Entry < uint32(len(e.slots)) && e.slots[r.Entry].gen == r.Gen && e.slots[r.Entry].state != meta.Free
+}
+
+// countChild counts a record as a child of the one that it continues.
+func (e *Engine) countChild(parent block.Ref) {
+	if e.alive(parent) {
+		if c := &e.slots[parent.Entry].children; *c < maxChildren {
+			*c++
+		}
+	}
 }
 
 // unindex takes a record's key out of the index and leaves it in e.key.

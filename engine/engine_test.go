@@ -58,12 +58,13 @@ func testKey(n int) block.Key {
 }
 
 type rig struct {
-	t     *rapid.T
-	file  []byte
-	e     *Engine
-	clock time.Time
-	ids   uint64
-	opts  Options
+	t      *rapid.T
+	file   []byte
+	e      *Engine
+	clock  time.Time
+	ids    uint64
+	opts   Options
+	groups []meta.Group
 }
 
 func newRig(t *rapid.T, entries, arenaPages uint32, o Options) *rig {
@@ -92,10 +93,8 @@ func (r *rig) adopt(tb *meta.Table, alive func(int) bool) *Report {
 	return rep
 }
 
-var testGroups = []meta.Group{{ChunkTokens: 16}, {ChunkTokens: 4}}
-
 func (r *rig) join(name string, parts ...uint32) (*Session, *Process, *Process) {
-	d := Describe("test model", slices.Clone(testGroups[:len(parts)]))
+	d := Describe("test model", slices.Clone(r.groups))
 	m, err := r.e.Join(Joining{Role: meta.Manager, EngineID: name, WorldSize: 1, PID: 1, Desc: d})
 	if err != nil {
 		r.t.Fatal(err)
@@ -166,6 +165,8 @@ type storeJob struct {
 
 func model(t *rapid.T, policy string) {
 	r := newRig(t, 24, 40, Options{Policy: policy})
+	r.groups = []meta.Group{{ChunkTokens: 16}, {ChunkTokens: 16, Window: 2,
+		Kind: rapid.SampledFrom([]meta.GroupKind{meta.Full, meta.StateG, meta.Window}).Draw(t, "kind")}}
 	n := rapid.IntRange(1, 2).Draw(t, "engines")
 	var cs []*client
 	enter := func(i int) *client {
@@ -384,7 +385,7 @@ func model(t *rapid.T, policy string) {
 		},
 		"reconnect": func(t *rapid.T) {
 			c := pick(t)
-			r.e.Detach(c.s)
+			r.e.Detach(c.s, c.mir)
 			check()
 			c.mir.apply() // what was read before the end of the stream
 			reconnect(r, c)
@@ -414,7 +415,7 @@ func model(t *rapid.T, policy string) {
 				c.mir.keys = map[block.Key]block.Ref{}
 			}
 			for _, c := range cs {
-				d := Describe("test model", slices.Clone(testGroups))
+				d := Describe("test model", slices.Clone(r.groups))
 				if _, err := r.e.Join(Joining{Role: meta.Manager, EngineID: c.s.engineID, WorldSize: 1, PID: 1, Session: c.s.id, Desc: d}); err != nil {
 					t.Fatal(err)
 				}
@@ -451,13 +452,13 @@ func sameOrder(t *rapid.T, a, b *Engine) {
 		return
 	}
 	var wa, wb []uint32
-	a.order.Walk(func(id uint32) bool {
+	a.walk(func(id uint32) bool {
 		if !a.spaces[a.slots[id].ns].Private {
 			wa = append(wa, id)
 		}
 		return true
 	})
-	b.order.Walk(func(id uint32) bool {
+	b.walk(func(id uint32) bool {
 		if s := &a.slots[id]; s.state == meta.Ready && s.holds == 0 {
 			wb = append(wb, id)
 		}

@@ -3,6 +3,7 @@ package engine
 import (
 	"kvlift/block"
 	"kvlift/meta"
+	"kvlift/restore"
 )
 
 // evictNow takes a victim inside the reply to the only session that could know it: old FREE, then new RESERVED, then the
@@ -36,11 +37,14 @@ func (e *Engine) evictNow(s *Session, id, want uint32, out *Reply) (handedOver b
 func (e *Engine) leaveReady(id uint32, victim bool) uint32 {
 	n, g, _, pg := e.table.Place(id)
 	e.unindex(id, n)
-	if e.slots[id].holds == 0 {
-		e.idle -= uint64(pg)
-	}
-	if victim && e.slots[id].holds == 0 {
-		e.order.Evict(id)
+	if sl := &e.slots[id]; sl.holds == 0 {
+		e.idle[sl.class] -= uint64(pg)
+		if victim {
+			e.orderOf(id).Evict(id)
+		} else {
+			e.orderOf(id).Drop(id)
+		}
+		sl.class = restore.Needed
 	} else {
 		e.order.Drop(id)
 	}
@@ -48,6 +52,27 @@ func (e *Engine) leaveReady(id uint32, victim bool) uint32 {
 	e.ready--
 	e.used -= pg
 	return pg
+}
+
+// coldest is what should go first: of no use, then optional, then the coldest of the rest.
+func (e *Engine) coldest(usable func(uint32) bool, maxSkip int) (uint32, bool) {
+	for c := restore.Useless; c > restore.Needed; c-- {
+		if id, ok := e.spare[c-1].Coldest(usable, maxSkip); ok {
+			return id, true
+		}
+	}
+	return e.order.Coldest(usable, maxSkip)
+}
+
+// walk visits idle entries in the order in which they would go.
+func (e *Engine) walk(f func(id uint32) bool) {
+	on := true
+	for c := restore.Useless; c > restore.Needed && on; c-- {
+		e.spare[c-1].Walk(func(id uint32) bool { on = f(id); return on })
+	}
+	if on {
+		e.order.Walk(f)
+	}
 }
 
 // announce starts a removal that sessions have to acknowledge (R15). The bytes stay whole until it ends.
@@ -64,6 +89,40 @@ func (e *Engine) announce(id uint32, to meta.State) {
 			s.sink.Removed(e.epoch, ref, &e.key)
 		}
 	}
+	select {
+	case e.opts.Stalled <- struct{}{}: // a nil channel takes nothing
+	default:
+	}
+}
+
+// Behind lists attached sessions that have not acknowledged every removal, with the last one that they owe.
+func (e *Engine) Behind() map[*Session]uint64 {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	out := map[*Session]uint64{}
+	for _, s := range e.sessions {
+		if s.state != Attached || len(s.ns.evicting) == 0 {
+			continue
+		}
+		if last := s.ns.evicting[len(s.ns.evicting)-1].epoch; last > s.acked {
+			out[s] = last
+		}
+	}
+	return out
+}
+
+// Fenced counts removals up to epoch as acknowledged by a session that can promise none of their keys any more (F2). It is
+// legal only for an attached session whose page says so.
+func (e *Engine) Fenced(s *Session, epoch uint64) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if s.state != Attached || epoch > e.epoch || epoch <= s.acked {
+		return
+	}
+	s.acked = epoch
+	s.stats.Fenced++
+	e.counters.Fenced++
+	e.settleNamespace(s.ns)
 }
 
 // settle ends the removals that nobody waits for any more, orphans of an earlier daemon, and private generations whose
@@ -178,7 +237,7 @@ func (e *Engine) evictAhead(s *Session, out *Reply) {
 	}
 	// Every pass looks for victims that a reply could not take; the others are taken when they are needed.
 	for uint64(e.pages.Free())+e.pending < want {
-		id, ok := e.order.Coldest(nil, 0)
+		id, ok := e.coldest(nil, 0)
 		if !ok || e.inline(s, id) || !e.oldEnough(id) {
 			return
 		}

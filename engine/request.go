@@ -7,6 +7,7 @@ import (
 
 	"kvlift/block"
 	"kvlift/meta"
+	"kvlift/restore"
 )
 
 // request is what a running request of an engine uses. Its entries are held until it has finished and its last job has
@@ -105,12 +106,12 @@ func (e *Engine) closeRequest(s *Session, r *request) {
 		delete(s.requests, r.id)
 	}
 	s.open -= len(r.entries)
-	e.letGo(r.entries)
+	e.letGo(r.entries, e.worth(r, false))
 	r.entries = nil
 }
 
-// letGo gives held entries back together, under one stamp. ids is reordered.
-func (e *Engine) letGo(refs []block.Ref) {
+// letGo gives held entries back together, under one stamp; class may be nil when all are needed. refs is reordered.
+func (e *Engine) letGo(refs []block.Ref, class map[block.Ref]restore.Class) {
 	tick := e.nextTick()
 	e.sortColdFirst(refs)
 	for _, ref := range refs {
@@ -118,7 +119,7 @@ func (e *Engine) letGo(refs []block.Ref) {
 			if s.state == meta.Ready {
 				e.table.SetTick(ref.Entry, tick)
 			}
-			e.unhold(ref.Entry)
+			e.unhold(ref.Entry, class[ref])
 		}
 	}
 }
@@ -158,10 +159,11 @@ func (e *Engine) Pin(s *Session, id, req uint64, refs []block.Ref) error {
 	if err != nil {
 		return err
 	}
-	return e.pin(s, r, id, refs)
+	return e.pin(s, r, id, refs, false)
 }
 
-func (e *Engine) pin(s *Session, r *request, id uint64, refs []block.Ref) error {
+// pin opens a load job. A load that is listed again may be of a generation that a reset has left since.
+func (e *Engine) pin(s *Session, r *request, id uint64, refs []block.Ref, relisted bool) error {
 	j, err := s.newJob(id, r, len(refs))
 	if err != nil {
 		return err
@@ -185,7 +187,7 @@ func (e *Engine) pin(s *Session, r *request, id uint64, refs []block.Ref) error 
 			_, g, _, _ := e.table.Place(ref.Entry)
 			e.take(r, s.ns, ref.Entry, g)
 			e.order.Use(ref.Entry)
-			e.table.SetFrequent(ref.Entry, true)
+			e.table.SetMarks(ref.Entry, true, uint8(restore.Needed))
 		}
 	}
 	e.counters.Loads += uint64(len(refs))
@@ -372,7 +374,7 @@ func (e *Engine) Touch(s *Session, req uint64, refs []block.Ref) error {
 			held = append(held, ref)
 		}
 	}
-	e.letGo(held)
+	e.letGo(held, nil)
 	return nil
 }
 
@@ -393,7 +395,7 @@ func (e *Engine) relist(s *Session, r *Resume) error {
 	s.open = 0
 	anon := func() *request { return &request{session: s, tick: e.nextTick(), finished: true} }
 	for _, j := range r.Loads {
-		if err := e.pin(s, anon(), j.Job, j.Refs); err != nil {
+		if err := e.pin(s, anon(), j.Job, j.Refs, true); err != nil {
 			return err
 		}
 	}
@@ -403,6 +405,9 @@ func (e *Engine) relist(s *Session, r *Resume) error {
 			return err
 		}
 		nj.store, nj.doomed = true, j.Doomed
+		if o := old[j.Job]; o != nil && o.store { // a report that was acknowledged does not come again
+			nj.ended = o.ended
+		}
 		nj.req.jobs++
 		for _, ref := range j.Refs {
 			if !e.reserved(ref) {
@@ -429,7 +434,7 @@ func (e *Engine) relist(s *Session, r *Resume) error {
 		ended[j.req] = true
 	}
 	for q := range ended {
-		e.letGo(q.entries)
+		e.letGo(q.entries, e.worth(q, false))
 	}
 	for _, j := range r.Stores {
 		if nj := s.jobs[j.Job]; nj != nil && j.Done && !nj.doomed {

@@ -6,6 +6,7 @@ import (
 
 	"kvlift/block"
 	"kvlift/meta"
+	"kvlift/restore"
 )
 
 // Outcome of one offered key.
@@ -117,7 +118,7 @@ func (e *Engine) offer(s *Session, r *request, j *job, o *block.Offer, h uint64,
 	}
 	g, first, handedOver := &ns.groups[o.Group], len(out.Extents), false
 	if out.Reason == Fits {
-		out.Reason, handedOver = e.makeRoom(s, h, g, out)
+		out.Reason, handedOver = e.makeRoom(s, r, h, g, out)
 	}
 	if out.Reason != Fits {
 		e.counters.RefusedKeys++
@@ -146,6 +147,7 @@ func (e *Engine) offer(s *Session, r *request, j *job, o *block.Offer, h uint64,
 		Key: o.Key, Payload: g.payload, Pages: g.pages, Extents: xs}, over)
 	e.slots[id] = slot{gen: gen, ns: ns.index, state: meta.Reserved, holds: 1}
 	ns.keys++
+	e.countChild(parent)
 	e.index.Put(h, id)
 	e.order.Add(id, h, g.pages)
 	ref := block.Ref{Entry: id, Gen: gen}
@@ -164,7 +166,7 @@ func (e *Engine) offer(s *Session, r *request, j *job, o *block.Offer, h uint64,
 
 // makeRoom sees that pages and a record are free for one more key of the group, taking victims for it. Nothing is taken
 // when it would not be enough. handedOver tells that a victim's own pages stand at the end of out.Extents for it.
-func (e *Engine) makeRoom(s *Session, h uint64, g *groupState, out *Reply) (r Reason, handedOver bool) {
+func (e *Engine) makeRoom(s *Session, q *request, h uint64, g *groupState, out *Reply) (r Reason, handedOver bool) {
 	if e.draining {
 		return Draining, false
 	}
@@ -181,7 +183,10 @@ func (e *Engine) makeRoom(s *Session, h uint64, g *groupState, out *Reply) (r Re
 	e.settleForAsker(s)
 	e.asker = s
 	for first := true; e.pages.Free() < g.pages || len(e.freeEntries) == 0; first = false {
-		id, ok := e.order.Coldest(e.canGo, coldestLimit)
+		id, ok := e.coldest(e.canGo, coldestLimit)
+		if (!ok || e.slots[id].class == restore.Needed) && e.trim(q) { // first what the request itself has overtaken
+			id, ok = e.coldest(e.canGo, coldestLimit)
+		}
 		if !ok {
 			return e.why(s), false
 		}
@@ -219,11 +224,11 @@ func (e *Engine) inline(s *Session, id uint32) bool {
 // enough looks ahead whether the victims that may go now hold pages enough.
 func (e *Engine) enough(s *Session, need uint32) Reason {
 	have := uint64(e.pages.Free())
-	if have+e.idle < uint64(need) {
+	if have+e.idle[0]+e.idle[1]+e.idle[2] < uint64(need) {
 		return e.why(s)
 	}
 	found, looked := false, 0
-	e.order.Walk(func(id uint32) bool {
+	e.walk(func(id uint32) bool {
 		if !e.inline(s, id) {
 			looked++
 			return looked < coldestLimit
@@ -247,7 +252,7 @@ func (e *Engine) why(s *Session) Reason {
 	if e.pending > 0 {
 		return Waiting
 	}
-	id, ok := e.order.Coldest(nil, 0)
+	id, ok := e.coldest(nil, 0)
 	switch {
 	case !ok && len(e.freeEntries) == 0:
 		return NoRecords

@@ -144,7 +144,7 @@ func (e *Engine) findSession(j *Joining) *Session {
 			continue
 		}
 		// Ranks that a manager never heard of may have survived a daemon.
-		if s.state != Forming && !(s.state == Unresolved && j.Role == meta.Manager) {
+		if s.state != Forming && !(s.state == Unresolved && s.ns == nil && j.Role == meta.Manager) {
 			continue
 		}
 		if j.Role == meta.Manager && s.manager != nil || j.Role == meta.Worker && s.ranks[j.Rank] != nil {
@@ -168,8 +168,12 @@ func (e *Engine) addProcess(s *Session, j *Joining) (*Process, error) {
 		}
 		return nil, fmt.Errorf("%w: engine %q already has its %s", ErrBadJob, j.EngineID, j.Role)
 	}
-	at := slices.Index(e.procs[:], nil)
-	if at < 0 {
+	// A child may hold the descriptor, and so the lock, of a process that is gone: its byte is not given out again.
+	at := 0
+	for at < len(e.procs) && (e.procs[at] != nil || e.held(at)) {
+		at++
+	}
+	if at == len(e.procs) {
 		return nil, ErrSessions
 	}
 	ns := uint16(meta.NoNamespace)
@@ -367,10 +371,14 @@ func (n *namespace) matches(s *Session) error {
 	return nil
 }
 
-// Detach tells that a manager's connection is lost. Nothing is released (R14).
-func (e *Engine) Detach(s *Session) {
+// Detach tells that the connection behind a sink is lost. Nothing is released (R14). A manager that has come back
+// meanwhile has another sink, and is not concerned.
+func (e *Engine) Detach(s *Session, sink Sink) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	if s.sink != sink {
+		return
+	}
 	s.sink = nil
 	if s.state == Attached {
 		s.state = Detached

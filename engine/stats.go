@@ -4,6 +4,7 @@ import (
 	"time"
 
 	"kvlift/meta"
+	"kvlift/restore"
 )
 
 // Cause of an eviction.
@@ -37,11 +38,12 @@ type Counters struct {
 	Requests     uint64             // finished
 	PromptTokens uint64
 	HitTokens    uint64
+	Fenced       uint64 // times a silent session was fenced
 }
 
 // SessionStats are a session's own.
 type SessionStats struct {
-	Requests, PromptTokens, HitTokens uint64
+	Requests, PromptTokens, HitTokens, Fenced uint64
 }
 
 func (st *SessionStats) add(c *Counters, f Finished) {
@@ -62,6 +64,9 @@ type Status struct {
 	LongestRun   uint64 // longest run of free pages
 	ReadyPages   uint64
 	PendingPages uint64 // of announced removals
+	// ReadyPages by what they are worth: of running requests and of restore points, of restore points that a deeper one
+	// makes optional, of none.
+	WorthPages   [restore.Useless + 1]uint64
 	Records      uint64
 	FreeRecords  uint64
 	ReadyKeys    uint64
@@ -132,6 +137,8 @@ func (e *Engine) snapshotStatus() (Status, [meta.MaxNamespaces]int) {
 		ReadyKeys: uint64(e.ready), Epoch: e.epoch, Unresolved: e.unknown, Draining: e.draining, Counters: e.counters,
 	}
 	st.ReservedKeys = uint64(e.index.Len()) - st.ReadyKeys
+	st.WorthPages = e.idle
+	st.WorthPages[restore.Needed] = st.ReadyPages - e.idle[restore.Optional] - e.idle[restore.Useless]
 	var index [meta.MaxNamespaces]int
 	for i, ns := range e.spaces {
 		index[i] = -1

@@ -1,0 +1,110 @@
+package engine
+
+import (
+	"slices"
+
+	"kvlift/block"
+	"kvlift/meta"
+	"kvlift/restore"
+)
+
+// worth says what the entries that a request holds are good for. nil means that all of them are needed: the usual answer
+// for a dense model, found without looking further.
+func (e *Engine) worth(r *request, running bool) map[block.Ref]restore.Class {
+	ns := r.session.ns
+	if ns == nil || e.unbroken(r, ns) {
+		return nil
+	}
+	var refs []block.Ref
+	var items []restore.Item
+	type place struct {
+		group    uint16
+		position uint32
+	}
+	seen := map[place]bool{}
+	for _, ref := range r.entries {
+		if !e.alive(ref) || e.slots[ref.Entry].state != meta.Ready || e.slots[ref.Entry].ns != ns.index || slices.Contains(refs, ref) {
+			continue
+		}
+		_, g, pos, _ := e.table.Place(ref.Entry)
+		if pos == 0 || seen[place{g, pos}] {
+			return nil // not one chain, or one whose positions nobody has said
+		}
+		seen[place{g, pos}] = true
+		refs = append(refs, ref)
+		items = append(items, restore.Item{Group: g, Position: pos, Fork: e.slots[ref.Entry].children > 1, Gap: e.behindGap(ns, ref, g, pos)})
+	}
+	groups := make([]restore.Group, len(ns.Groups))
+	for g, v := range ns.Groups {
+		groups[g] = restore.Group{Kind: v.Kind, Chunk: v.ChunkTokens, Window: v.Window}
+	}
+	class := make([]restore.Class, len(items))
+	restore.Classify(groups, items, class, running)
+	out := make(map[block.Ref]restore.Class, len(items))
+	for i, ref := range refs {
+		out[ref] = class[i]
+	}
+	return out
+}
+
+// unbroken tells whether a request of a dense model holds one chain without a gap, in order.
+func (e *Engine) unbroken(r *request, ns *namespace) bool {
+	if len(ns.groups) != 1 || ns.Groups[0].Kind != meta.Full {
+		return false
+	}
+	chunk, last := ns.Groups[0].ChunkTokens, uint32(0)
+	for i, ref := range r.entries {
+		if !e.alive(ref) || e.slots[ref.Entry].ns != ns.index {
+			return false
+		}
+		_, g, pos, _ := e.table.Place(ref.Entry)
+		if i > 0 && pos != last+chunk || i == 0 && pos != 0 && e.behindGap(ns, ref, g, pos) {
+			return pos == 0 // positions that nobody has said tell nothing
+		}
+		last = pos
+	}
+	return true
+}
+
+// behindGap tells whether the chunk before this one is known to be missing.
+func (e *Engine) behindGap(ns *namespace, ref block.Ref, g uint16, pos uint32) bool {
+	chunk := ns.Groups[g].ChunkTokens
+	if pos <= chunk {
+		return false
+	}
+	p := e.table.Parent(ref.Entry)
+	if p.Entry == block.NoEntry {
+		return false
+	}
+	if !e.alive(p) {
+		return true
+	}
+	_, _, at, _ := e.table.Place(p.Entry)
+	return at+chunk != pos
+}
+
+// trim lets go of what a running request has overtaken itself: older states and windows than its deepest restore point
+// needs. It tells whether there was something.
+func (e *Engine) trim(r *request) bool {
+	mixed := false
+	for i := range r.session.ns.Groups {
+		mixed = mixed || r.session.ns.Groups[i].Kind != meta.Full
+	}
+	if !mixed {
+		return false
+	}
+	class := e.worth(r, true)
+	var spare []block.Ref
+	keep := r.entries[:0]
+	for _, ref := range r.entries {
+		if s := &e.slots[ref.Entry]; class[ref] != restore.Needed && s.holds == 1 && s.pins == 0 {
+			spare = append(spare, ref)
+		} else {
+			keep = append(keep, ref)
+		}
+	}
+	r.entries = keep
+	r.session.open -= len(spare)
+	e.letGo(spare, class)
+	return len(spare) > 0
+}
