@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"kvlift/block"
+	"kvlift/fence"
 	"kvlift/wire"
 )
 
@@ -87,6 +88,8 @@ type Engine struct {
 	payload []uint32
 	clock   bool
 	window  bool
+	page    *fence.Page // of this connection; nil when the daemon gave none
+	fence   uint64      // that the open window has seen
 	mirror  map[block.Key]Copy
 	next    map[block.Key]Copy // a snapshot that is being read
 	applied uint64             // removals up to here are applied
@@ -161,8 +164,12 @@ func (e *Engine) attach(ctx context.Context) error {
 	if err != nil {
 		return errors.Join(err, s.close())
 	}
+	page, err := s.takePage(w.SessionPage)
+	if err != nil {
+		return errors.Join(err, closeIf(f), s.close())
+	}
 	if e.aid != "" && e.aid != w.ArenaID {
-		return errors.Join(ErrOtherArena, closeIf(f), s.close())
+		return errors.Join(ErrOtherArena, closeIf(f), page.Close(), s.close())
 	}
 	if f != nil {
 		if e.arena != nil {
@@ -170,6 +177,8 @@ func (e *Engine) attach(ctx context.Context) error {
 		}
 		e.arena = f
 	}
+	_ = e.page.Close() // of a connection that is gone
+	e.page = page
 	e.id, e.aid, e.clock = w.Session, w.ArenaID, w.TraceClock
 	_, b, err := s.await(wire.TReady, e.c.AttachTimeout)
 	if err != nil {
@@ -411,6 +420,18 @@ func (e *Engine) acknowledge() {
 	}
 	if err := e.s.flush(); err != nil {
 		e.lose()
+		return
+	}
+	if !e.window {
+		e.shut() // what could not be sent when the window closed may be out now
+	}
+}
+
+// shut closes the window. The page says so only once everything that was promised in it has been sent (F1).
+func (e *Engine) shut() {
+	e.window = false
+	if e.page != nil && (e.s == nil || len(e.s.out) == 0) {
+		e.page.Shut()
 	}
 }
 
@@ -444,9 +465,9 @@ func (e *Engine) Close() error {
 	e.wg.Wait()
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	var err error
+	err := e.page.Close()
 	if e.arena != nil {
-		err = e.arena.Close()
+		err = errors.Join(err, e.arena.Close())
 	}
 	if e.s != nil {
 		e.s.queue(wire.TBye, nil)
@@ -467,7 +488,7 @@ func (e *Engine) Sync(wait time.Duration) error {
 	if e.s == nil {
 		return ErrAway
 	}
-	e.window = false
+	e.shut()
 	e.acknowledge()
 	deadline := time.Now().Add(wait)
 	for len(e.unseen) > 0 || e.reset {

@@ -43,11 +43,15 @@ func (e *Engine) open() {
 		}
 	}
 	e.window = true
+	if e.fence = 0; e.page != nil {
+		e.fence = e.page.Open()
+	}
 }
 
-// find answers one lookup. While an answer is owed or a reset is not confirmed, everything is a miss (R7, R10).
+// find answers one lookup. While an answer is owed, a reset is not confirmed, or a fence stands behind which removals were
+// not applied yet, everything is a miss (R7, R10, F1).
 func (e *Engine) find(k *block.Key) (Copy, bool) {
-	if e.owed != 0 || e.reset {
+	if e.owed != 0 || e.reset || e.applied < e.fence {
 		return Copy{}, false
 	}
 	c, ok := e.mirror[*k]
@@ -144,7 +148,8 @@ type Reservation struct {
 func (e *Engine) Reserve(request uint64, keys []block.Offer, out *Reservation) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.window = false
+	e.send() // pins of the window that ends here
+	e.shut()
 	out.Keys, out.Present, out.Refused, out.Reason, out.Job = out.Keys[:0], 0, 0, 0, 0
 	if e.s == nil || e.mirror == nil {
 		return ErrAway
@@ -272,7 +277,8 @@ func (e *Engine) Ended(job uint64, wait time.Duration) error {
 func (e *Engine) StepEnd() {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.window = false
+	e.send()
+	e.shut()
 	e.rest()
 }
 
@@ -280,7 +286,8 @@ func (e *Engine) StepEnd() {
 func (e *Engine) Reset() {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.window = false
+	e.send()
+	e.shut()
 	for _, j := range e.stores {
 		if !j.done {
 			j.doomed = true

@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"kvlift/fence"
 	"kvlift/wire"
 )
 
@@ -262,14 +263,22 @@ func (s *stream) hello(h *wire.Hello, wait time.Duration) (*wire.Welcome, *os.Fi
 		return nil, nil, fmt.Errorf("the daemon speaks protocol %d.%d, this client %d.%d", w.Protocol[0], w.Protocol[1], wire.Major, wire.Minor)
 	}
 	var f *os.File
-	if len(s.fds) > 0 {
+	if w.ArenaFD && len(s.fds) > 0 {
 		f = os.NewFile(uintptr(s.fds[0]), "arena")
-		for _, fd := range s.fds[1:] {
-			_ = unix.Close(fd)
-		}
-		s.fds = nil
+		s.fds = s.fds[1:]
 	}
 	return w, f, nil
+}
+
+// takePage maps the session page that came with a welcome; nil when none did.
+func (s *stream) takePage(sent bool) (*fence.Page, error) {
+	if !sent || len(s.fds) == 0 {
+		return nil, nil
+	}
+	f := os.NewFile(uintptr(s.fds[0]), "session page")
+	s.fds = s.fds[1:]
+	p, err := fence.Map(f)
+	return p, errors.Join(err, f.Close())
 }
 
 // Status asks the daemon at a socket for its state, a JSON document. collect makes it collect garbage first.

@@ -56,7 +56,12 @@ func (w *Worker) take(welcome *wire.Welcome, f *os.File) error {
 	}
 	w.id, w.aid = welcome.Session, welcome.ArenaID
 	if w.mem != nil {
-		return closeIf(f)
+		if f == nil {
+			return nil
+		}
+		old := w.arena // the daemon knew nothing of this process: the new descriptor carries the lock that counts
+		w.arena = f
+		return closeIf(old)
 	}
 	if f == nil {
 		return fmt.Errorf("%w: a welcome without the arena's descriptor", wire.ErrMalformed)

@@ -129,7 +129,8 @@ func (d *daemon) serve(ctx context.Context) error {
 	o := &d.o
 	d.tell(d.note.Status("adopting"))
 	start := time.Now()
-	e, rep, err := engine.Adopt(d.arena.Table, engine.Options{Policy: o.Policy, MinIdle: o.MinIdle, EvictAhead: o.EvictAhead, TraceClock: o.TraceClock,
+	stalled := make(chan struct{}, 1)
+	e, rep, err := engine.Adopt(d.arena.Table, engine.Options{Stalled: stalled, Policy: o.Policy, MinIdle: o.MinIdle, EvictAhead: o.EvictAhead, TraceClock: o.TraceClock,
 		SessionID: sessionID, DropDamaged: o.DropDamaged}, d.arena.Held)
 	if err != nil {
 		return &arena.Error{Op: "adopt", Path: filepath.Join(o.Dir, "meta"), Err: err,
@@ -146,7 +147,7 @@ func (d *daemon) serve(ctx context.Context) error {
 		return err
 	}
 	d.server = server.New(server.Config{Engine: e, Arena: d.arena, Log: o.Log, Version: o.Version, State: d.state, UIDs: o.UIDs, GIDs: o.GIDs,
-		MaxConnections: o.MaxConnections, TraceClock: o.TraceClock, Host: d.host})
+		MaxConnections: o.MaxConnections, TraceClock: o.TraceClock, Host: d.host, Stalled: stalled})
 	// The HTTP listener and the server end after draining, not with ctx.
 	run, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()

@@ -13,11 +13,18 @@ import (
 	"golang.org/x/sys/unix"
 
 	"kvlift/engine"
+	"kvlift/fence"
 	"kvlift/meta"
 	"kvlift/wire"
 )
 
 var errTooManyFiles error = syscall.EMFILE
+
+var errLate = errors.New("nothing came in time")
+
+// spin is how long a reader that has just answered looks for the next frame before it sleeps: waking a processor that has
+// gone idle costs more than most answers take.
+const spin = 50 * time.Microsecond
 
 // conn is one connection. Its fields belong to its reader, except the outbox and what a mutex guards.
 //
@@ -42,6 +49,11 @@ type conn struct {
 	resume *engine.Resume
 	ready  bool
 	left   bool // the connection has ended, or its manager has another one
+
+	// ioMu is held from the moment bytes leave the socket until the frames that they complete are handled. Whoever has it,
+	// and finds socket and buffer empty, knows that everything the client sent was handled (F2).
+	ioMu sync.Mutex
+	page *fence.Page // of a manager; guarded by ioMu
 
 	fdMu sync.Mutex // guards gone; innermost
 	gone bool       // the descriptor is closed or shut down
@@ -87,6 +99,7 @@ func (c *conn) close() {
 	defer c.fdMu.Unlock()
 	c.gone = true
 	_ = unix.Close(c.fd)
+	_ = c.page.Close() // nobody fences a connection that has ended: it is in no map any more
 	c.dropPidfd()
 }
 
@@ -105,12 +118,6 @@ func (c *conn) shutdown() {
 		c.gone = true
 		_ = unix.Shutdown(c.fd, unix.SHUT_RDWR) // it fails when the peer was first
 	}
-}
-
-// readTimeout bounds every read of the reader; 0 lets it wait for ever.
-func (c *conn) readTimeout(d time.Duration) error {
-	tv := unix.NsecToTimeval(int64(d))
-	return unix.SetsockoptTimeval(c.fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &tv)
 }
 
 // fail sends the last word as far as the socket takes it.
@@ -158,22 +165,17 @@ func (c *conn) serve() {
 }
 
 func (c *conn) run() error {
-	deadline := time.Now().Add(c.s.c.HelloTimeout)
-	if err := c.readTimeout(c.s.c.HelloTimeout); err != nil {
-		return err
-	}
-	h, payload, err := c.next(deadline)
+	c.ioMu.Lock()
+	defer c.ioMu.Unlock()
+	h, payload, err := c.next(time.Now().Add(c.s.c.HelloTimeout))
 	if err != nil {
-		if errors.Is(err, unix.EAGAIN) {
+		if errors.Is(err, errLate) {
 			return fmt.Errorf("no hello within %v", c.s.c.HelloTimeout)
 		}
 		return err
 	}
 	if h.Type != wire.THello {
 		return fmt.Errorf("%w: the first message is %v", wire.ErrMalformed, h.Type)
-	}
-	if err := c.readTimeout(0); err != nil {
-		return err
 	}
 	role, err := c.hello(h, payload)
 	if err != nil {
@@ -230,7 +232,7 @@ func (c *conn) next(deadline time.Time) (wire.Header, []byte, error) {
 		if c.have == len(c.in) {
 			c.in = append(c.in, make([]byte, len(c.in))...)
 		}
-		n, err := c.read(c.in[c.have:])
+		n, err := c.read(c.in[c.have:], deadline)
 		switch {
 		case errors.Is(err, unix.EINTR):
 			continue
@@ -241,23 +243,59 @@ func (c *conn) next(deadline time.Time) (wire.Header, []byte, error) {
 		case n == 0:
 			return wire.Header{}, nil, io.EOF
 		case !deadline.IsZero() && time.Now().After(deadline):
-			return wire.Header{}, nil, unix.EAGAIN
+			return wire.Header{}, nil, errLate
 		}
 		c.have += n
 	}
 }
 
-func (c *conn) read(b []byte) (int, error) {
-	if c.spin {
-		for start := time.Now(); time.Since(start) < 50*time.Microsecond; {
-			n, _, err := unix.Recvfrom(c.fd, b, unix.MSG_DONTWAIT)
-			if !errors.Is(err, unix.EAGAIN) {
-				return n, err
-			}
-			_, _, _ = unix.RawSyscall(unix.SYS_SCHED_YIELD, 0, 0, 0)
+// read waits for bytes. The caller holds ioMu, which is given up while nothing is there.
+func (c *conn) read(b []byte, deadline time.Time) (int, error) {
+	start := time.Now()
+	for {
+		n, _, err := unix.Recvfrom(c.fd, b, unix.MSG_DONTWAIT)
+		if !errors.Is(err, unix.EAGAIN) {
+			return n, err
+		}
+		c.ioMu.Unlock()
+		if c.spin && time.Since(start) < spin {
+			_, _, _ = unix.RawSyscall(unix.SYS_SCHED_YIELD, 0, 0, 0) // the client may have been woken on this very processor
+		} else {
+			err = c.wait(deadline)
+		}
+		c.ioMu.Lock()
+		if err != nil && !errors.Is(err, unix.EAGAIN) {
+			return 0, err
 		}
 	}
-	return unix.Read(c.fd, b)
+}
+
+// wait sleeps until something is there; with a deadline it fails with errLate when nothing came in time.
+func (c *conn) wait(deadline time.Time) error {
+	p := []unix.PollFd{{Fd: int32(c.fd), Events: unix.POLLIN}}
+	var ts *unix.Timespec
+	if !deadline.IsZero() {
+		t := unix.NsecToTimespec(max(int64(time.Until(deadline)), 0))
+		ts = &t
+	}
+	n, err := unix.Ppoll(p, ts, nil)
+	switch {
+	case err != nil && !errors.Is(err, unix.EINTR):
+		return err
+	case err == nil && n == 0:
+		return errLate
+	}
+	return nil
+}
+
+// quiet tells whether everything that the client has sent is handled. It does not wait: a reader at work is not quiet.
+func (c *conn) quiet() bool {
+	if !c.ioMu.TryLock() {
+		return false
+	}
+	defer c.ioMu.Unlock()
+	n, err := unix.IoctlGetInt(c.fd, unix.SIOCINQ)
+	return err == nil && n == 0 && c.have == c.handled
 }
 
 // consume drops the frame that was handed out.
@@ -286,11 +324,11 @@ func (c *conn) hello(h wire.Header, payload []byte) (role, error) {
 	if m.Protocol[0] != wire.Major {
 		return 0, fmt.Errorf("%w: the client speaks %d.%d, the daemon %d.%d", errVersion, m.Protocol[0], m.Protocol[1], wire.Major, wire.Minor)
 	}
-	w := wire.Welcome{Protocol: [2]int{wire.Major, wire.Minor}, Daemon: c.s.c.Version, ArenaBytes: c.s.c.Arena.Bytes(), PageSize: 4096,
+	w := &wire.Welcome{Protocol: [2]int{wire.Major, wire.Minor}, Daemon: c.s.c.Version, ArenaBytes: c.s.c.Arena.Bytes(), PageSize: 4096,
 		ArenaID: hexID(c.s.c.Arena.Table.Header.ArenaID[:]), HugePage: c.s.c.Arena.HugePage(), TraceClock: c.s.c.TraceClock}
 	switch m.Role {
 	case "observer":
-		return roleObserver, c.welcome(h.Seq, &w, nil)
+		return roleObserver, c.welcome(h.Seq, w)
 	case "manager", "worker":
 	default:
 		return 0, fmt.Errorf("%w: role %q", wire.ErrMalformed, m.Role)
@@ -306,14 +344,24 @@ func (c *conn) hello(h wire.Header, payload []byte) (role, error) {
 	c.process, c.session = p, p.Session()
 	c.s.watch(c, p)
 	w.Session = fmt.Sprintf("%016x", c.session.ID())
-	var f *os.File
+	var files []*os.File
 	if !c.s.c.Arena.Held(p.Slot()) { // a process that comes back has its descriptor and its lock already
-		if f, err = c.s.c.Arena.Descriptor(p.Slot(), j.Role); err != nil {
+		f, err := c.s.c.Arena.Descriptor(p.Slot(), j.Role)
+		if err != nil {
 			return 0, err
 		}
 		defer f.Close() // the peer's copy keeps the lock
+		w.ArenaFD, files = true, append(files, f)
 	}
-	if err := c.welcome(h.Seq, &w, f); err != nil {
+	if j.Role == meta.Manager {
+		page, f, err := fence.New()
+		if err != nil {
+			return 0, err
+		}
+		defer f.Close() // both ends have mapped it, or will not
+		c.page, w.SessionPage, files = page, true, append(files, f)
+	}
+	if err := c.welcome(h.Seq, w, files...); err != nil {
 		return 0, err
 	}
 	c.s.c.Log.Info("attached", "role", m.Role, "engine", m.EngineID, "rank", m.Rank, "pid", c.pid, "client", m.Client, "session", w.Session)
@@ -386,16 +434,20 @@ func (c *conn) joining(m *wire.Hello) (*engine.Joining, error) {
 	return j, nil
 }
 
-// welcome answers a hello; the arena's descriptor travels with it.
-func (c *conn) welcome(seq uint64, w *wire.Welcome, f *os.File) error {
+// welcome answers a hello; descriptors travel with it.
+func (c *conn) welcome(seq uint64, w *wire.Welcome, files ...*os.File) error {
 	b, err := wire.AppendJSON(wire.AppendHeader(nil, wire.TWelcome, 0, seq), w)
 	if err != nil {
 		return err
 	}
 	wire.Seal(b, 0)
 	var rights []byte
-	if f != nil {
-		rights = unix.UnixRights(int(f.Fd()))
+	if len(files) > 0 {
+		var fds []int
+		for _, f := range files {
+			fds = append(fds, int(f.Fd()))
+		}
+		rights = unix.UnixRights(fds...)
 	}
 	// The first thing on a fresh socket: it fits the socket's buffer.
 	return unix.Sendmsg(c.fd, b, rights, nil, unix.MSG_NOSIGNAL|unix.MSG_DONTWAIT)

@@ -88,7 +88,7 @@ func (s *Server) leave(c *conn) {
 		s.watchLock(c.process)
 	}
 	if current {
-		s.c.Engine.Detach(c.session)
+		s.c.Engine.Detach(c.session, c.box)
 		s.c.Log.Info("connection lost", "session", fmt.Sprintf("%016x", c.session.ID()), "pid", c.pid)
 	}
 }
@@ -155,7 +155,7 @@ func (s *Server) bye(c *conn) {
 	}
 	s.mu.Unlock()
 	if manager {
-		s.c.Engine.Detach(c.session)
+		s.c.Engine.Detach(c.session, c.box)
 	}
 	if s.c.Arena.Held(p.Slot()) {
 		s.watchLock(p)

@@ -39,6 +39,8 @@ type Config struct {
 	HelloTimeout   time.Duration // default 5 s
 	TraceClock     bool
 	Host           host.FS
+	// Stalled hears from the engine when pages are waited for that a session has not acknowledged (engine.Options.Stalled).
+	Stalled <-chan struct{}
 }
 
 // Server answers connections until it is closed.
@@ -77,6 +79,7 @@ func (s *Server) Serve(ctx context.Context, l *net.UnixListener, survivors []*en
 	ctx, cancel := context.WithCancel(ctx)
 	s.ctx = ctx
 	s.wg.Go(s.pollLocks)
+	s.wg.Go(s.fenceLoop)
 	for _, p := range survivors {
 		s.watchLock(p)
 	}

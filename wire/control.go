@@ -48,16 +48,19 @@ type OpenJob struct {
 	Done   bool        `json:"done,omitempty"`   // committed, the delta was not seen
 }
 
-// Welcome answers a hello. The arena's descriptor travels with its first byte (SCM_RIGHTS) unless the role is observer.
+// Welcome answers a hello. Descriptors travel with its first byte (SCM_RIGHTS): the arena's when ArenaFD says so, then
+// the session page's when SessionPage does. A process that comes back has the arena's already.
 type Welcome struct {
-	Protocol   [2]int `json:"protocol"`
-	Daemon     string `json:"daemon"`
-	Session    string `json:"session,omitempty"`
-	ArenaID    string `json:"arena_id"`
-	ArenaBytes uint64 `json:"arena_bytes"`
-	PageSize   uint32 `json:"page_size"`      // unit of extents, bytes
-	HugePage   uint64 `json:"huge_page_size"` // bytes; 0 on plain tmpfs
-	TraceClock bool   `json:"trace_clock,omitempty"`
+	Protocol    [2]int `json:"protocol"`
+	Daemon      string `json:"daemon"`
+	Session     string `json:"session,omitempty"`
+	ArenaID     string `json:"arena_id"`
+	ArenaBytes  uint64 `json:"arena_bytes"`
+	PageSize    uint32 `json:"page_size"`      // unit of extents, bytes
+	HugePage    uint64 `json:"huge_page_size"` // bytes; 0 on plain tmpfs
+	TraceClock  bool   `json:"trace_clock,omitempty"`
+	ArenaFD     bool   `json:"arena_fd,omitempty"`
+	SessionPage bool   `json:"session_page,omitempty"` // of a manager: package fence
 }
 
 // Ready tells a manager that every rank has mapped the arena.
