@@ -164,9 +164,10 @@ func (a *Arena) open(ctx context.Context, c *Config) error {
 	if exists {
 		return a.adopt(c)
 	}
-	// An arena without a meta file is what a kill between the two renames leaves: nobody was ever given it.
-	if err := os.Remove(c.arenaPath()); err != nil && !errors.Is(err, os.ErrNotExist) {
-		return &Error{"remove", c.arenaPath(), err, ""}
+	// An arena without a meta file is what a kill between the two renames leaves; then nobody was ever given it. Or somebody
+	// has removed the meta file by hand: the locks tell.
+	if err := a.discard(c); err != nil {
+		return err
 	}
 	return a.create(ctx, c)
 }
@@ -325,6 +326,12 @@ func (a *Arena) fill(ctx context.Context, c *Config, arenaNew, metaNew string, s
 
 // discard removes the files, unless an engine holds the arena: its copies would go on into memory that nobody owns.
 func (a *Arena) discard(c *Config) error {
+	if m, err := openFile(filepath.Join(c.Dir, "meta"), os.O_RDONLY); err == nil {
+		h, err := readHeader(m)
+		if err = errors.Join(err, m.Close()); err == nil && h.HugePage > 0 != (c.HugeDir != "") {
+			return &Error{"reset", c.Dir, fmt.Errorf("%w: its pages lie elsewhere", ErrReplaced), "give --hugetlbfs as the arena was made: with the same folder, or not at all"}
+		}
+	}
 	f, err := openFile(c.arenaPath(), os.O_RDWR)
 	if err == nil {
 		a.arena = f
@@ -344,6 +351,19 @@ func (a *Arena) discard(c *Config) error {
 		}
 	}
 	return nil
+}
+
+// readHeader reads the newest header of a meta file; the error tells nothing that a reset need know.
+func readHeader(f *os.File) (meta.Header, error) {
+	b := make([]byte, 2*meta.HeaderSize)
+	if _, err := f.ReadAt(b, 0); err != nil {
+		return meta.Header{}, err
+	}
+	h, err := meta.DecodeHeader(b)
+	if other, err2 := meta.DecodeHeader(b[meta.HeaderSize:]); err2 == nil && (err != nil || other.Generation > h.Generation) {
+		return other, nil
+	}
+	return h, err
 }
 
 // Bytes is the size of the arena in bytes; HugePage its page size on hugetlbfs, else 0.

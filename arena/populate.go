@@ -42,7 +42,7 @@ func preflight(c *Config, arenaBytes, metaBytes uint64) error {
 		}
 		if !sp.Unlimited && need > sp.FreeBytes {
 			return &Error{"reserve", path, fmt.Errorf("%w: %s needed, %s free on the file system of %s", ErrNoRoom, size(need), size(sp.FreeBytes), path),
-				"kvlift sweep shows what dead engines left there; or mount it larger (docker run --shm-size), or give a smaller --ram"}
+				"mount it larger (docker run --shm-size), remove what dead engines left there, or give a smaller --ram"}
 		}
 		return nil
 	}
