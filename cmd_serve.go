@@ -5,8 +5,10 @@ import (
 	"io"
 	"log/slog"
 	"os"
+	"os/signal"
 	"sort"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/dustin/go-humanize"
@@ -63,6 +65,7 @@ func serve(c *cli.Context) error {
 	if c.Bool("print-config") {
 		return printConfig(c, c.App.Writer, o)
 	}
+	signal.Ignore(syscall.SIGHUP) // there is nothing to read again; a terminal that closes must not end a daemon
 	return daemon.Run(c.Context, *o)
 }
 

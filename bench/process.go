@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -74,6 +75,8 @@ func (t *tail) String() string {
 func (d *Daemon) Start(ctx context.Context, more ...string) error {
 	args := append([]string{"serve", "--name", "bench", "--socket", d.Socket, "--arena", d.Dir, "--log-level", "warn"}, d.args...)
 	d.cmd = exec.Command(d.binary, append(args, more...)...)
+	// Its settings are those of the bench alone.
+	d.cmd.Env = slices.DeleteFunc(os.Environ(), func(v string) bool { return strings.HasPrefix(v, "KVLIFT_") || strings.HasPrefix(v, "NOTIFY_SOCKET=") })
 	d.log = &tail{}
 	d.cmd.Stderr, d.cmd.Stdout = d.log, io.Discard
 	// A bench that is killed takes its daemon with it.

@@ -11,6 +11,7 @@ import (
 
 	"kvlift/engine"
 	"kvlift/meta"
+	"kvlift/restore"
 )
 
 // pageBytes is the unit of the arena; maxModel bounds the part of a model's name that a document repeats, in bytes.
@@ -76,7 +77,9 @@ func state(st *engine.Status) State {
 }
 
 func ram(st *engine.Status, d *Daemon) Tier {
-	t := Tier{Name: "ram", TotalBytes: st.ArenaPages * pageBytes, UsedBytes: st.ReadyPages * pageBytes, FreeBytes: st.FreePages * pageBytes,
+	t := Tier{Name: "ram", TotalBytes: st.ArenaPages * pageBytes, UsedBytes: st.ReadyPages * pageBytes,
+		NeededBytes: st.WorthPages[restore.Needed] * pageBytes, OptionalBytes: st.WorthPages[restore.Optional] * pageBytes, UselessBytes: st.WorthPages[restore.Useless] * pageBytes,
+		FreeBytes:    st.FreePages * pageBytes,
 		PendingBytes: st.PendingPages * pageBytes, LongestFreeBytes: st.LongestRun * pageBytes, Keys: st.ReadyKeys, ReservedKeys: st.ReservedKeys,
 		Dir: d.ArenaDir, HugePageBytes: d.HugePageBytes}
 	if rest := st.ReadyPages + st.FreePages + st.PendingPages; rest < st.ArenaPages {

@@ -64,6 +64,9 @@ type Tier struct {
 	Name             string `json:"name"` // "ram"
 	TotalBytes       uint64 `json:"total_bytes"`
 	UsedBytes        uint64 `json:"used_bytes"`         // pages of stored keys
+	NeededBytes      uint64 `json:"needed_bytes"`       // of the used: what running requests and restore points need
+	OptionalBytes    uint64 `json:"optional_bytes"`     // of the used: restore points that a deeper one makes optional
+	UselessBytes     uint64 `json:"useless_bytes"`      // of the used: what no restore point needs; the first to go
 	FreeBytes        uint64 `json:"free_bytes"`         // pages that a store may take at once
 	ReservedBytes    uint64 `json:"reserved_bytes"`     // pages of stores that are under way
 	PendingBytes     uint64 `json:"pending_bytes"`      // pages of removed keys that may not be reused yet
