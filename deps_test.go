@@ -17,7 +17,8 @@ import (
 // below. A package that does not fit is in the wrong place; do not move the lines to make a build pass.
 var layers = [][]string{
 	{"block"},
-	{"policy", "pages", "index", "meta", "wire", "trace", "host", "notify", "gpu", "packaging/checkstatic"},
+	{"policy", "pages", "index", "meta", "wire", "trace", "host", "notify", "gpu", "fence", "packaging/checkstatic"},
+	{"restore"},
 	{"arena", "engine"},
 	{"server", "client", "status"},
 	{"metrics"},
@@ -33,10 +34,11 @@ var imports = map[string]string{
 	"arena":                 "block host meta",
 	"bench":                 "block client host status trace wire",
 	"block":                 "",
-	"client":                "block wire",
+	"client":                "block fence wire",
 	"crash":                 "",
 	"daemon":                "arena engine host metrics notify server status",
-	"engine":                "block index meta pages policy",
+	"engine":                "block index meta pages policy restore",
+	"fence":                 "",
 	"gpu":                   "",
 	"host":                  "",
 	"index":                 "block",
@@ -46,8 +48,9 @@ var imports = map[string]string{
 	"packaging/checkstatic": "",
 	"pages":                 "block",
 	"policy":                "",
-	"server":                "arena block engine host meta wire",
-	"status":                "engine meta",
+	"restore":               "meta",
+	"server":                "arena block engine fence host meta wire",
+	"status":                "engine meta restore",
 	"trace":                 "block",
 	"wire":                  "block",
 }
@@ -66,7 +69,7 @@ var fences = map[string]string{
 	"github.com/urfave/cli/v2":            ".",
 	"github.com/prometheus/client_golang": "metrics",
 	"github.com/dustin/go-humanize":       ". arena bench daemon status",
-	"golang.org/x/sys/unix":               ". arena bench client daemon host server",
+	"golang.org/x/sys/unix":               ". arena bench client daemon fence host server",
 	"github.com/rogpeppe/go-internal":     "",
 	"go.uber.org/goleak":                  "",
 	"pgregory.net/rapid":                  "",
@@ -211,8 +214,8 @@ func TestFences(t *testing.T) {
 			first, _, _ := strings.Cut(name, "/")
 			switch {
 			case name == "unsafe":
-				if f.name != "meta/word.go" {
-					t.Errorf("%s imports unsafe, which only meta/word.go may", f.name)
+				if f.name != "meta/word.go" && f.name != "fence/page.go" { // words that two processes read and write
+					t.Errorf("%s imports unsafe, which only meta/word.go and fence/page.go may", f.name)
 				}
 				continue
 			case name == "C":

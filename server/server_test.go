@@ -43,6 +43,7 @@ type setup struct {
 	uids   []uint32
 	gids   []uint32
 	state  []byte
+	fence  bool // silent engines are fenced
 }
 
 func start(t *testing.T, dir string, s setup) *daemon {
@@ -53,7 +54,11 @@ func start(t *testing.T, dir string, s setup) *daemon {
 		t.Fatal(err)
 	}
 	d.arena = a
-	d.eng, d.report, err = engine.Adopt(a.Table, engine.Options{Policy: s.policy, SessionID: func() uint64 {
+	var stalled chan struct{}
+	if s.fence {
+		stalled = make(chan struct{}, 1)
+	}
+	d.eng, d.report, err = engine.Adopt(a.Table, engine.Options{Policy: s.policy, Stalled: stalled, EvictAhead: 0.02, SessionID: func() uint64 {
 		var b [8]byte
 		_, _ = rand.Read(b[:])
 		return binary.LittleEndian.Uint64(b[:])
@@ -65,7 +70,7 @@ func start(t *testing.T, dir string, s setup) *daemon {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d.server = server.New(server.Config{UIDs: append(s.uids, uint32(os.Geteuid())), GIDs: s.gids, Engine: d.eng, Arena: a, Log: slog.New(slog.DiscardHandler), Version: "test", Host: host.FS{}, MaxConnections: s.conns, HelloTimeout: s.hello,
+	d.server = server.New(server.Config{UIDs: append(s.uids, uint32(os.Geteuid())), GIDs: s.gids, Engine: d.eng, Arena: a, Log: slog.New(slog.DiscardHandler), Version: "test", Host: host.FS{}, MaxConnections: s.conns, HelloTimeout: s.hello, Stalled: stalled,
 		State: func(bool) ([]byte, error) { return s.state, nil }})
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)

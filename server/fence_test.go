@@ -1,0 +1,133 @@
+package server_test
+
+import (
+	"slices"
+	"testing"
+
+	"kvlift/client"
+	"kvlift/engine"
+)
+
+// pair is two engines on one namespace with a full arena: a works, b is up to date and then says nothing more.
+func pair(t *testing.T) (d *daemon, a, b *client.Engine) {
+	d = start(t, t.TempDir(), setup{pages: 64, fence: true})
+	a, b = d.open("a", 8192), d.open("b", 8192)
+	fill(t, a, 32)
+	eventually(t, "b hears of the keys", func() bool { b.StepEnd(); return len(copies(b, 0, 32)) == 32 })
+	b.StepEnd()
+	return d, a, b
+}
+
+// press stores new keys until some are accepted, and returns how many.
+func press(t *testing.T, a *client.Engine, from int) (n int) {
+	t.Helper()
+	req := uint64(from)
+	eventually(t, "pages come back", func() bool {
+		req++
+		r := reserve(t, a, req, from, 4)
+		write(a, from, r)
+		a.Commit(r.Job)
+		a.Finish(req, 0, 0)
+		a.StepEnd()
+		n = len(r.Keys)
+		return n > 0
+	})
+	sync5(t, a)
+	return n
+}
+
+// TestFrozenEngineIsFenced: an engine that is stopped outside a window keeps no page from being reused (F2). When it goes
+// on, it promises nothing that was reused meanwhile.
+func TestFrozenEngineIsFenced(t *testing.T) {
+	d, a, b := pair(t)
+	for i := range 5 {
+		press(t, a, 1000+100*i)
+	}
+	if st := d.eng.Status(); st.Counters.Fenced == 0 {
+		t.Errorf("nobody was fenced: %+v", st.Counters)
+	}
+	for i := range 32 {
+		if c, ok := find(b, i); ok {
+			check(t, b, key(i), c)
+		}
+	}
+	b.StepEnd()
+	// It counts as up to date by its fence; what it has read tells its mirror.
+	eventually(t, "b hears of the last key", func() bool { b.StepEnd(); _, ok := find(b, 1400); return ok })
+	b.StepEnd()
+	holds(t, a, 1400)
+	holds(t, b, 1400)
+}
+
+// TestFenceHidesWhatWasNotHeard: behind a fence every lookup is a miss until the removals are applied (F1), even if the
+// mirror holds the key and its page is another's by now.
+func TestFenceHidesWhatWasNotHeard(t *testing.T) {
+	d, a, b := pair(t)
+	press(t, a, 1000)
+	eventually(t, "b is fenced", func() bool { return d.eng.Status().Counters.Fenced > 0 })
+	hits := 0
+	for i := range 32 { // the first lookup drains what has come: the rest is answered from an applied mirror
+		if c, ok := find(b, i); ok {
+			check(t, b, key(i), c)
+			hits++
+		}
+	}
+	if hits == 32 {
+		t.Error("b promises keys whose pages were reused")
+	}
+}
+
+// TestOpenWindowIsNotFenced: an engine that is stopped inside a window may have promised anything; nothing is reused, and
+// stores are refused and counted, while hits go on (F4).
+func TestOpenWindowIsNotFenced(t *testing.T) {
+	d, a, b := pair(t)
+	promised := copies(b, 0, 32) // the window stays open
+	if len(promised) != 32 {
+		t.Fatalf("%d hits", len(promised))
+	}
+	for i := range 100 {
+		r := reserve(t, a, uint64(10+i), 1000+4*i, 4)
+		if len(r.Keys) != 0 || engine.Reason(r.Reason) != engine.Waiting {
+			t.Fatalf("%+v, reason %v", r, engine.Reason(r.Reason))
+		}
+		a.Finish(uint64(10+i), 0, 0)
+		a.StepEnd()
+	}
+	eventually(t, "the daemon has tried", func() bool { return d.behind("b") > 0 })
+	for i, c := range promised {
+		check(t, b, key(i), c)
+	}
+	holds(t, a, 0)
+	if n := d.eng.Status().Counters.Fenced; n != 0 {
+		t.Errorf("fenced %d times inside a window", n)
+	}
+}
+
+// TestFenceKeepsPins: a fence ends promises, not copies: what a stopped engine has pinned keeps its bytes (F3).
+func TestFenceKeepsPins(t *testing.T) {
+	d, a, b := pair(t)
+	all := copies(b, 0, 32)
+	tail := all[len(all)-4:] // the deepest are the first to go
+	b.PrepareLoad(7, tail)
+	b.StepEnd()
+	for i := range 5 {
+		press(t, a, 1000+100*i)
+	}
+	if d.eng.Status().Counters.Fenced == 0 {
+		t.Error("nobody was fenced")
+	}
+	for i, c := range tail {
+		check(t, b, key(28+i), c)
+	}
+	var pinned []uint32
+	for _, c := range tail {
+		pinned = append(pinned, pagesOf(c)...)
+	}
+	for i := range 4 {
+		for _, p := range pagesOf(holds(t, a, 1400+i)) {
+			if slices.Contains(pinned, p) {
+				t.Fatalf("page %d is pinned and was given away", p)
+			}
+		}
+	}
+}
