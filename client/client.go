@@ -91,8 +91,7 @@ type Engine struct {
 	page    *fence.Page // of this connection; nil when the daemon gave none
 	fence   uint64      // that the open window has seen
 	mirror  map[block.Key]Copy
-	next    map[block.Key]Copy // a snapshot that is being read
-	applied uint64             // removals up to here are applied
+	applied uint64 // removals up to here are applied
 	acked   uint64
 	job     uint64
 	owed    uint64 // sequence of a reserve whose answer is late, 0 none
@@ -107,8 +106,13 @@ type Engine struct {
 	stop    chan struct{}
 	wg      sync.WaitGroup
 	closed  bool
-	backoff time.Duration
-	retryAt time.Time
+
+	life       context.Context // of the engine: it ends what reconnects
+	cancel     context.CancelFunc
+	connecting bool        // a goroutine reconnects; the workers are its own meanwhile
+	arrived    *attachment // what it brought, to be taken outside a window
+	backoff    time.Duration
+	retryAt    time.Time
 }
 
 // Open attaches an engine and waits until its snapshot is applied.
@@ -129,86 +133,18 @@ func Open(ctx context.Context, c Config) (*Engine, error) {
 	for r := range c.Parts {
 		e.Workers = append(e.Workers, &Worker{c: &e.c, rank: r})
 	}
-	e.mu.Lock()
-	err := e.attach(ctx)
-	e.mu.Unlock()
+	e.life, e.cancel = context.WithCancel(context.WithoutCancel(ctx))
+	a, err := e.connect(ctx, e.list())
 	if err != nil {
 		return nil, errors.Join(err, e.Close())
 	}
+	e.mu.Lock()
+	e.adopt(a)
+	e.mu.Unlock()
 	if c.Timer > 0 {
 		e.wg.Go(e.tick)
 	}
 	return e, nil
-}
-
-// attach connects ranks and manager and reads the snapshot. The caller holds mu and no window is open.
-func (e *Engine) attach(ctx context.Context) error {
-	for _, w := range e.Workers {
-		if err := w.attach(ctx); err != nil {
-			return err
-		}
-	}
-	s, err := dial(ctx, e.c.Socket)
-	if err != nil {
-		return err
-	}
-	h := &wire.Hello{Protocol: [2]int{wire.Major, wire.Minor}, Client: e.c.Name, Role: "manager", EngineID: e.c.EngineID, WorldSize: e.c.world(),
-		Namespace: &e.c.Namespace, Session: e.id, ArenaID: e.aid}
-	for id, refs := range e.loads {
-		h.Loads = append(h.Loads, wire.OpenJob{Job: id, Refs: pairs(refs)})
-	}
-	for id, j := range e.stores {
-		h.Stores = append(h.Stores, wire.OpenJob{Job: id, Refs: pairs(j.refs), Doomed: j.doomed, Done: j.done && !j.doomed})
-	}
-	w, f, err := s.hello(h, e.c.AttachTimeout)
-	if err != nil {
-		return errors.Join(err, s.close())
-	}
-	page, err := s.takePage(w.SessionPage)
-	if err != nil {
-		return errors.Join(err, closeIf(f), s.close())
-	}
-	if e.aid != "" && e.aid != w.ArenaID {
-		return errors.Join(ErrOtherArena, closeIf(f), page.Close(), s.close())
-	}
-	if f != nil {
-		if e.arena != nil {
-			_ = e.arena.Close()
-		}
-		e.arena = f
-	}
-	_ = e.page.Close() // of a connection that is gone
-	e.page = page
-	e.id, e.aid, e.clock = w.Session, w.ArenaID, w.TraceClock
-	_, b, err := s.await(wire.TReady, e.c.AttachTimeout)
-	if err != nil {
-		return errors.Join(err, s.close())
-	}
-	var r wire.Ready
-	if err := wire.ParseJSON(b, &r); err != nil {
-		return errors.Join(err, s.close())
-	}
-	e.s, e.payload, e.applied, e.acked = s, r.Payload, r.Epoch, r.Epoch
-	e.mirror, e.next = nil, map[block.Key]Copy{}
-	// Commits that were listed as done are seen now or never: the snapshot holds them.
-	deadline := time.Now().Add(e.c.AttachTimeout)
-	for e.mirror == nil {
-		if err := e.pump(time.Until(deadline)); err != nil {
-			e.lose()
-			return err
-		}
-	}
-	for id, j := range e.stores {
-		if j.done {
-			delete(e.stores, id)
-		}
-	}
-	e.unseen = e.unseen[:0]
-	if e.reset {
-		e.s.queue(wire.TReset, nil)
-		return e.s.flush()
-	}
-	return nil
 }
 
 func pairs(refs []block.Ref) [][2]uint32 {
@@ -225,20 +161,20 @@ func (e *Engine) lose() {
 		return
 	}
 	_ = e.s.close()
-	e.s, e.mirror, e.next = nil, nil, nil
+	e.s, e.mirror = nil, nil
 	e.owed = 0
 	e.count.Lost++
 	e.retryAt = time.Now()
 	e.backoff = 10 * time.Millisecond
 }
 
-// pump reads what is there, waiting up to wait, and applies it. The caller holds mu, outside a window.
+// pump applies what is there, all of it when it may not wait, else what comes first within wait. The caller holds mu,
+// outside a window.
 func (e *Engine) pump(wait time.Duration) error {
 	if e.s == nil {
 		return ErrAway
 	}
-	for {
-		n := 0
+	for n := 0; ; {
 		for {
 			h, b, ok, err := e.s.frame()
 			if err != nil {
@@ -252,7 +188,7 @@ func (e *Engine) pump(wait time.Duration) error {
 				return err
 			}
 		}
-		if n > 0 {
+		if n > 0 && wait > 0 {
 			return nil
 		}
 		got, err := e.s.receive(wait)
@@ -275,22 +211,13 @@ func (e *Engine) apply(h wire.Header, b []byte) error {
 		if err := e.delta.Parse(b); err != nil {
 			return err
 		}
-		e.applyDelta(e.mirrorFor())
-	case wire.TSnapshot:
-		if err := e.delta.Parse(b); err != nil {
-			return err
-		}
-		e.applyDelta(e.next)
-		if h.Flags&wire.FlagLast != 0 {
-			e.mirror, e.next = e.next, nil
-		}
+		e.applyDelta()
 	case wire.TReserved:
 		if err := e.resv.Parse(b); err != nil {
 			return err
 		}
-		m := e.mirrorFor()
 		for i := range e.resv.Removed {
-			e.gone(m, &e.resv.Removed[i])
+			e.gone(&e.resv.Removed[i])
 		}
 		if h.Seq == e.owed { // late: nobody waits for it any more (R7)
 			e.owed = 0
@@ -319,29 +246,35 @@ func hasAccepted(slots []wire.Slot) bool {
 	return false
 }
 
-func (e *Engine) mirrorFor() map[block.Key]Copy {
-	if e.mirror == nil {
-		return e.next
-	}
-	return e.mirror
-}
-
-func (e *Engine) gone(m map[block.Key]Copy, g *wire.GoneKey) {
-	if c, ok := m[g.Key]; ok && c.Ref == g.Ref {
-		delete(m, g.Key)
+func (e *Engine) gone(g *wire.GoneKey) {
+	if c, ok := e.mirror[g.Key]; ok && c.Ref == g.Ref {
+		delete(e.mirror, g.Key)
 		if e.c.Observe != nil {
 			e.c.Observe(Event{Key: g.Key, Ref: g.Ref})
 		}
 	}
 }
 
-func (e *Engine) applyDelta(m map[block.Key]Copy) {
+func (e *Engine) applyDelta() {
 	for i := range e.delta.Removed {
-		e.gone(m, &e.delta.Removed[i])
+		e.gone(&e.delta.Removed[i])
 	}
-	xs := e.delta.Extents
-	for i := range e.delta.Added {
-		a := &e.delta.Added[i]
+	addAll(e.mirror, &e.delta, func(a *wire.AddedKey) {
+		if e.c.Observe != nil {
+			e.c.Observe(Event{Added: true, Key: a.Key, Ref: a.Ref})
+		}
+		if len(e.unseen) > 0 {
+			e.see(a.Ref)
+		}
+	})
+	e.applied = max(e.applied, e.delta.Epoch)
+}
+
+// addAll puts the added keys of a message into a mirror.
+func addAll(m map[block.Key]Copy, d *wire.Delta, each func(*wire.AddedKey)) {
+	xs := d.Extents
+	for i := range d.Added {
+		a := &d.Added[i]
 		c := Copy{Ref: a.Ref, First: xs[0]}
 		if a.Extents > 1 {
 			more := slices.Clone(xs[1:a.Extents])
@@ -349,14 +282,10 @@ func (e *Engine) applyDelta(m map[block.Key]Copy) {
 		}
 		xs = xs[a.Extents:]
 		m[a.Key] = c
-		if e.c.Observe != nil {
-			e.c.Observe(Event{Added: true, Key: a.Key, Ref: a.Ref})
-		}
-		if len(e.unseen) > 0 {
-			e.see(a.Ref)
+		if each != nil {
+			each(a)
 		}
 	}
-	e.applied = max(e.applied, e.delta.Epoch)
 }
 
 // see counts an added key that this engine has committed itself.
@@ -389,20 +318,15 @@ func (e *Engine) tick() {
 	}
 }
 
-// rest does what may be done outside a window.
+// rest does what may be done outside a window. It never waits: reconnecting is another goroutine's (R9).
 func (e *Engine) rest() {
+	e.takeArrived()
 	if e.s == nil {
-		if time.Now().Before(e.retryAt) || e.closed {
-			return
+		if !e.connecting && !e.closed && !time.Now().Before(e.retryAt) {
+			e.connecting = true
+			h := e.list()
+			e.wg.Go(func() { e.reconnect(h) })
 		}
-		ctx, cancel := context.WithTimeout(context.Background(), e.c.AttachTimeout)
-		defer cancel()
-		if err := e.attach(ctx); err != nil {
-			e.backoff = min(2*e.backoff, time.Second)
-			e.retryAt = time.Now().Add(e.backoff)
-			return
-		}
-		e.count.Reconnects++
 		return
 	}
 	if err := e.pump(0); err != nil {
@@ -461,10 +385,15 @@ func (e *Engine) Close() error {
 	}
 	e.closed = true
 	close(e.stop)
+	e.cancel()
 	e.mu.Unlock()
 	e.wg.Wait()
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	if e.arrived != nil {
+		e.adopt(e.arrived) // it is closed below like any other
+		e.arrived = nil
+	}
 	err := e.page.Close()
 	if e.arena != nil {
 		err = errors.Join(err, e.arena.Close())

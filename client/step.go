@@ -37,6 +37,7 @@ func (e *Engine) open() {
 	if e.window {
 		return
 	}
+	e.takeArrived()
 	if e.s != nil {
 		if err := e.pump(0); err != nil {
 			e.lose()
@@ -151,7 +152,8 @@ func (e *Engine) Reserve(request uint64, keys []block.Offer, out *Reservation) e
 	e.send() // pins of the window that ends here
 	e.shut()
 	out.Keys, out.Present, out.Refused, out.Reason, out.Job = out.Keys[:0], 0, 0, 0, 0
-	if e.s == nil || e.mirror == nil {
+	e.takeArrived()
+	if e.s == nil {
 		return ErrAway
 	}
 	if e.owed != 0 || e.reset {
@@ -262,6 +264,9 @@ func (e *Engine) Abort(job uint64) {
 func (e *Engine) Ended(job uint64, wait time.Duration) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	if e.connecting {
+		return ErrAway // it is reported again; the ranks are busy with coming back
+	}
 	for _, w := range e.Workers {
 		if err := w.Ended(job, wait); err != nil {
 			return err

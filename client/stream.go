@@ -7,6 +7,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -32,7 +33,7 @@ func (e *RemoteError) Error() string { return "daemon: " + e.Message }
 // maxBacklog is how many bytes may wait for a daemon that does not read, before the connection counts as broken.
 const maxBacklog = 8 << 20
 
-// stream is a connection as frames. It is not safe for concurrent use.
+// stream is a connection as frames. It is not safe for concurrent use, but for interrupt.
 type stream struct {
 	fd   int
 	in   []byte
@@ -42,6 +43,8 @@ type stream struct {
 	sent int
 	seq  uint64
 	fds  []int // descriptors that came and were not taken
+
+	fdMu sync.Mutex // guards the closing of fd against interrupt
 }
 
 // spin is how long an answer is looked for before the thread sleeps: waking a processor that has gone idle costs more
@@ -72,6 +75,11 @@ func dial(ctx context.Context, socket string) (*stream, error) {
 }
 
 func (s *stream) close() error {
+	if s == nil {
+		return nil
+	}
+	s.fdMu.Lock()
+	defer s.fdMu.Unlock()
 	if s.fd < 0 {
 		return nil
 	}
@@ -81,6 +89,15 @@ func (s *stream) close() error {
 	err := unix.Close(s.fd)
 	s.fd, s.fds = -1, nil
 	return err
+}
+
+// interrupt makes a wait in another goroutine end with the end of the stream.
+func (s *stream) interrupt() {
+	s.fdMu.Lock()
+	defer s.fdMu.Unlock()
+	if s.fd >= 0 {
+		_ = unix.Shutdown(s.fd, unix.SHUT_RDWR) // it fails when the peer was first
+	}
 }
 
 // queue appends a frame to what the next flush sends, and returns its sequence.

@@ -34,6 +34,8 @@ func (w *Worker) attach(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	stop := context.AfterFunc(ctx, s.interrupt)
+	defer stop()
 	welcome, f, err := s.hello(&wire.Hello{Protocol: [2]int{wire.Major, wire.Minor}, Client: w.c.Name, Role: "worker", EngineID: w.c.EngineID,
 		Rank: w.rank, WorldSize: w.c.world(), Namespace: &w.c.Namespace, Parts: w.c.Parts[w.rank], Session: w.id, ArenaID: w.aid}, w.c.AttachTimeout)
 	if err != nil {

@@ -537,6 +537,9 @@ func TestPieces(t *testing.T) {
 
 // TestMute: a client that never reads must not hold anybody up, nor make the daemon remember without bound.
 func TestMute(t *testing.T) {
+	if testing.Short() {
+		t.Skip("64 MiB of deltas take the race detector minutes; it runs without -short as well")
+	}
 	const pages, batch = 16384, 4096
 	d := start(t, t.TempDir(), setup{pages: pages})
 	before := heap()
