@@ -192,19 +192,6 @@ func needRoot(t *testing.T, err error) {
 	t.Skip(err)
 }
 
-func eventually(t *testing.T, what string, cond func() bool) {
-	t.Helper()
-	tick := time.NewTicker(2 * time.Millisecond)
-	defer tick.Stop()
-	for limit := time.After(10 * time.Second); !cond(); {
-		select {
-		case <-tick.C:
-		case <-limit:
-			t.Fatalf("not within 10 s: %s", what)
-		}
-	}
-}
-
 func TestSizes(t *testing.T) {
 	for _, c := range []struct {
 		bytes   uint64

@@ -17,7 +17,6 @@ import (
 // mirror is what an engine believes, kept as the rules say.
 type mirror struct {
 	keys    map[block.Key]block.Ref
-	epoch   uint64
 	unread  []event // told, not applied yet
 	applied uint64
 }

@@ -325,7 +325,7 @@ func TestLate(t *testing.T) {
 	d.arena.Table.OnWrite = func(int, int) {
 		if g := gate.Load(); g != nil {
 			g.RLock() // the daemon stands still in the middle of a reserve
-			g.RUnlock()
+			defer g.RUnlock()
 		}
 	}
 	_ = d.eng.Status() // the hook is set before anybody connects
