@@ -167,6 +167,8 @@ type adopted struct {
 	group    uint16
 	frequent bool
 	class    restore.Class
+	pages    uint32
+	hash     uint64
 }
 
 // adoptEntries rebuilds everything that is not in the file from the records: page map, index, eviction order.
@@ -196,13 +198,20 @@ func (e *Engine) adoptEntries(rep *Report) {
 			e.freeOverflow = append(e.freeOverflow, uint32(o))
 		}
 	}
-	slices.SortFunc(order, func(a, b adopted) int {
-		return cmp.Or(cmp.Compare(a.tick, b.tick), cmp.Compare(b.position, a.position), cmp.Compare(b.group, a.group), cmp.Compare(a.id, b.id))
+	slices.SortFunc(order, func(a, b adopted) int { // a million of them: no comparison more than needed
+		switch {
+		case a.tick != b.tick:
+			return cmp.Compare(a.tick, b.tick)
+		case a.position != b.position:
+			return cmp.Compare(b.position, a.position)
+		case a.group != b.group:
+			return cmp.Compare(b.group, a.group)
+		}
+		return cmp.Compare(a.id, b.id)
 	})
-	for _, a := range order {
-		_, _, _, pg := e.table.Place(a.id)
-		k := e.table.Key(a.id)
-		e.order.Add(a.id, e.index.Hash(e.slots[a.id].ns, &k), pg)
+	for i := range order {
+		a := &order[i]
+		e.order.Add(a.id, a.hash, a.pages)
 		if a.frequent {
 			e.order.Use(a.id)
 		}
@@ -243,7 +252,7 @@ func (e *Engine) adoptRecord(id uint32, rep *Report, owned []uint64, order []ado
 			rep.Revived++ // the bytes are whole: nobody writes before RESERVED is in the table
 		}
 		rep.Ready++
-		order = append(order, adopted{v.Tick, v.Position, id, v.Group, v.Frequent, restore.Class(v.Class)})
+		order = append(order, adopted{v.Tick, v.Position, id, v.Group, v.Frequent, restore.Class(v.Class), v.Pages, e.index.Hash(v.Namespace, &v.Key)})
 	case meta.Reserved:
 		rep.Reserved++
 		e.orphans = append(e.orphans, id)

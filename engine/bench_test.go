@@ -75,3 +75,28 @@ func BenchmarkStore(b *testing.B) {
 		})
 	}
 }
+
+// BenchmarkAdopt is a start on a table of a million entries.
+func BenchmarkAdopt(b *testing.B) {
+	const entries = 1_000_000
+	l := meta.NewLayout(entries, 64)
+	file := make([]byte, l.Size)
+	t, err := meta.Create(file, meta.Header{ArenaPages: entries, Entries: entries, Overflow: 64})
+	if err != nil {
+		b.Fatal(err)
+	}
+	g := meta.Group{ChunkTokens: 16, Parts: []uint32{4096}}
+	if err := t.PutNamespace(0, &meta.Namespace{Groups: []meta.Group{g}}); err != nil {
+		b.Fatal(err)
+	}
+	for i := range uint32(entries) {
+		t.Reserve(i, &meta.Entry{Tick: uint64(i / 64), Position: i%64*16 + 16, Parent: block.Ref{Entry: block.NoEntry}, Key: testKey(int(i)), Payload: 4096, Pages: 1,
+			Extents: []block.Extent{{Page: i, Count: 1}}}, nil)
+		t.SetState(i, meta.Ready)
+	}
+	for b.Loop() {
+		if _, rep, err := Adopt(t, Options{SessionID: func() uint64 { return 1 }}, func(int) bool { return false }); err != nil || rep.Ready != entries {
+			b.Fatal(rep, err)
+		}
+	}
+}

@@ -553,6 +553,9 @@ func TestMute(t *testing.T) {
 		m.send(wire.TStep, wire.AppendStep(nil, d.eng.Status().Epoch))
 		for d.server.Connections() == 4 && d.behind("mute") > 0 {
 			runtime.Gosched()
+			if time.Since(began) > 20*time.Second {
+				t.Fatalf("round %d stored %d: %+v", round, stored, d.eng.Status().Sessions)
+			}
 		}
 		if err := e.Reserve(round, offers(int(round)*batch, batch), &r); err != nil {
 			t.Fatal(err)
