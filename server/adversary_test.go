@@ -550,12 +550,9 @@ func TestMute(t *testing.T) {
 	var r client.Reservation
 	peak, stored, began := uint64(0), 0, time.Now()
 	for round := uint64(1); d.server.Connections() == 4; round++ {
-		m.send(wire.TStep, wire.AppendStep(nil, d.eng.Status().Epoch))
-		for d.server.Connections() == 4 && d.behind("mute") > 0 {
+		for d.server.Connections() == 4 && d.behind("mute") > 0 { // more may go while it says so
+			m.send(wire.TStep, wire.AppendStep(nil, d.eng.Status().Epoch))
 			runtime.Gosched()
-			if time.Since(began) > 20*time.Second {
-				t.Fatalf("round %d stored %d: %+v", round, stored, d.eng.Status().Sessions)
-			}
 		}
 		if err := e.Reserve(round, offers(int(round)*batch, batch), &r); err != nil {
 			t.Fatal(err)

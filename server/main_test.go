@@ -181,14 +181,14 @@ func (d *daemon) raw(t testing.TB) *raw {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = c.Close() }) // most have closed it already
-	if err := c.SetDeadline(time.Now().Add(20 * time.Second)); err != nil {
-		t.Fatal(err)
-	}
 	return &raw{t, c}
 }
 
 // write sends bytes. The daemon may have closed the connection meanwhile: what it said before is still there to be read.
-func (r *raw) write(b []byte) { _, _ = r.c.Write(b) }
+func (r *raw) write(b []byte) {
+	_ = r.c.SetWriteDeadline(time.Now().Add(20 * time.Second)) // it fails on a closed connection alone
+	_, _ = r.c.Write(b)
+}
 
 func (r *raw) send(t wire.Type, payload []byte) { r.write(wire.Append(nil, t, 0, 1, payload)) }
 
@@ -203,6 +203,7 @@ func (r *raw) json(t wire.Type, v any) {
 
 // frame reads the next frame.
 func (r *raw) frame() (wire.Header, []byte, error) {
+	_ = r.c.SetReadDeadline(time.Now().Add(20 * time.Second)) // as above
 	head := make([]byte, wire.HeaderSize)
 	if _, err := io.ReadFull(r.c, head); err != nil {
 		return wire.Header{}, nil, err
