@@ -221,7 +221,7 @@ func (e *Engine) adoptEntries(rep *Report) {
 	}
 	for id := range e.slots {
 		if e.slots[id].state != meta.Free {
-			e.countChild(e.table.Parent(uint32(id)))
+			e.countChild(e.spaces[e.slots[id].ns], e.table.Parent(uint32(id)))
 		}
 	}
 }

@@ -61,7 +61,7 @@ func (e *Engine) audit() error {
 				}
 			}
 		}
-		if e.alive(v.Parent) {
+		if e.spaces[v.Namespace].mixed && e.alive(v.Parent) {
 			children[v.Parent.Entry]++
 		}
 	}

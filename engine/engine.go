@@ -134,7 +134,8 @@ type namespace struct {
 	sessions []*Session // all that could know its keys, whatever their state
 	evicting []eviction // announced, oldest first
 	groups   []groupState
-	keys     int // records that are not free
+	keys     int  // records that are not free
+	mixed    bool // there are groups that are not full: chains are judged, so it counts who continues whom
 }
 
 type eviction struct {
@@ -240,9 +241,11 @@ func (e *Engine) freeRecord(id uint32, extents int) {
 	if extents > meta.InlineExtents {
 		e.freeOverflow = e.table.OverflowOf(id, e.freeOverflow)
 	}
-	if p := e.table.Parent(id); e.alive(p) {
-		if c := &e.slots[p.Entry].children; *c < maxChildren {
-			*c--
+	if e.spaces[s.ns].mixed {
+		if p := e.table.Parent(id); e.alive(p) {
+			if c := &e.slots[p.Entry].children; *c < maxChildren {
+				*c--
+			}
 		}
 	}
 	e.table.SetState(id, meta.Free)
@@ -256,9 +259,9 @@ func (e *Engine) alive(r block.Ref) bool {
 	return r.Entry < uint32(len(e.slots)) && e.slots[r.Entry].gen == r.Gen && e.slots[r.Entry].state != meta.Free
 }
 
-// countChild counts a record as a child of the one that it continues.
-func (e *Engine) countChild(parent block.Ref) {
-	if e.alive(parent) {
+// countChild counts a record of a namespace as a child of the one that it continues.
+func (e *Engine) countChild(ns *namespace, parent block.Ref) {
+	if ns.mixed && e.alive(parent) {
 		if c := &e.slots[parent.Entry].children; *c < maxChildren {
 			*c++
 		}

@@ -147,7 +147,7 @@ func (e *Engine) offer(s *Session, r *request, j *job, o *block.Offer, h uint64,
 		Key: o.Key, Payload: g.payload, Pages: g.pages, Extents: xs}, over)
 	e.slots[id] = slot{gen: gen, ns: ns.index, state: meta.Reserved, holds: 1}
 	ns.keys++
-	e.countChild(parent)
+	e.countChild(ns, parent)
 	e.index.Put(h, id)
 	e.order.Add(id, h, g.pages)
 	ref := block.Ref{Entry: id, Gen: gen}

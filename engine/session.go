@@ -354,6 +354,7 @@ func newNamespace(at uint16, n meta.Namespace) *namespace {
 	for i := range n.Groups {
 		b, p := n.Groups[i].Payload()
 		ns.groups = append(ns.groups, groupState{payload: uint32(b), pages: uint32(p)})
+		ns.mixed = ns.mixed || n.Groups[i].Kind != meta.Full
 	}
 	return ns
 }

@@ -86,11 +86,7 @@ func (e *Engine) behindGap(ns *namespace, ref block.Ref, g uint16, pos uint32) b
 // trim lets go of what a running request has overtaken itself: older states and windows than its deepest restore point
 // needs. It tells whether there was something.
 func (e *Engine) trim(r *request) bool {
-	mixed := false
-	for i := range r.session.ns.Groups {
-		mixed = mixed || r.session.ns.Groups[i].Kind != meta.Full
-	}
-	if !mixed {
+	if !r.session.ns.mixed {
 		return false
 	}
 	class := e.worth(r, true)
