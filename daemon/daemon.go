@@ -225,10 +225,8 @@ func listen(o *Options) (*net.UnixListener, error) {
 		return nil, &arena.Error{Op: "listen on", Path: o.Socket, Err: err, Hint: "choose another path with --socket (at most 107 bytes)"}
 	}
 	l.SetUnlinkOnClose(false)
-	mode := os.FileMode(0o600)
-	if len(o.UIDs)+len(o.GIDs) > 0 {
-		mode = 0o666 // the peer's credentials decide, not the mode
-	}
+	// The peer's credentials decide, not the mode: a stranger is refused with a word on what would allow it.
+	const mode = 0o666
 	if err := os.Chmod(o.Socket, mode); err != nil {
 		return nil, errors.Join(&arena.Error{Op: "set the mode of", Path: o.Socket, Err: err}, l.Close())
 	}
