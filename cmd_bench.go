@@ -47,7 +47,7 @@ daemon of its own is started on a temporary arena.
 			&cli.DurationFlag{Name: "min-idle", Value: 30 * time.Second, Usage: "of the daemon, on the trace's clock"},
 			sizeFlag("bytes-per-block", "payload of a block (default 4KiB)", "", ""),
 			&cli.IntFlag{Name: "batch", Value: 16, Usage: "blocks per reserve"},
-			&cli.IntFlag{Name: "limit", Usage: "only the first `N` requests"},
+			&cli.IntFlag{Name: "limit", Usage: "only the first `N` requests; 0 for all"},
 			&cli.StringFlag{Name: "daemon", Usage: "`SOCKET` of a running daemon instead of one of its own"},
 			&cli.IntFlag{Name: "corrupt-at", Usage: "flip a byte of the arena before load `N`: a control that must fail"},
 			&cli.BoolFlag{Name: "json", Usage: "print one JSON document"},
@@ -100,7 +100,7 @@ func benchReplay(c *cli.Context) error {
 	defer e.Close()
 	p := bench.NewReplayer(e, o)
 	if err := p.Run(c.Context, src, progressLine(c)); err != nil {
-		return err
+		return fmt.Errorf("replay %s: %w", c.Args().First(), err)
 	}
 	r := p.Result(c.Context, socket, pid)
 	if c.Bool("json") {

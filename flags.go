@@ -56,7 +56,11 @@ func parseSize(s string) (uint64, error) {
 }
 
 func sizeFlag(name, usage, env, category string) *cli.GenericFlag {
-	return &cli.GenericFlag{Name: name, Usage: usage, Value: new(sizeValue), EnvVars: []string{env}, Category: category}
+	f := &cli.GenericFlag{Name: name, Usage: usage, Value: new(sizeValue), Category: category}
+	if env != "" {
+		f.EnvVars = []string{env}
+	}
+	return f
 }
 
 func sizeOf(c *cli.Context, name string) uint64 { return uint64(*c.Generic(name).(*sizeValue)) }

@@ -183,11 +183,11 @@ func harden(c *cli.Command) {
 }
 
 func onUsageError(c *cli.Context, err error, _ bool) error {
-	name := ""
-	if c.Command != nil && c.Command.Name != "" && c.Command.Name != "kvlift" {
-		name = c.Command.Name + " "
+	name := "kvlift"
+	if c.Command != nil && c.Command.HelpName != "" {
+		name = c.Command.HelpName
 	}
-	return &usageError{err.Error(), "kvlift " + name + "--help lists the flags"}
+	return &usageError{err.Error(), name + " --help lists the flags"}
 }
 
 const helpTemplate = `NAME:

@@ -110,6 +110,8 @@ func Open(ctx context.Context, c Config) (*Arena, error) {
 	if c.Now == nil {
 		c.Now = time.Now
 	}
+	_, err := os.Lstat(c.Dir)
+	made := errors.Is(err, os.ErrNotExist)
 	if err := os.MkdirAll(c.Dir, 0o700); err != nil {
 		return nil, &Error{"create", c.Dir, err, "choose another folder with --arena DIR"}
 	}
@@ -119,6 +121,9 @@ func Open(ctx context.Context, c Config) (*Arena, error) {
 	}
 	a := &Arena{dir: dir}
 	if err := a.open(ctx, &c); err != nil {
+		if made {
+			_ = os.Remove(c.Dir) // only while it is empty: a start that failed leaves nothing
+		}
 		return nil, errors.Join(err, a.Close())
 	}
 	return a, nil
@@ -196,7 +201,7 @@ func (a *Arena) adopt(c *Config) error {
 	}
 	if want := block.Pages(c.Bytes); c.Bytes != 0 && want != uint64(h.ArenaPages) {
 		return &Error{"adopt", c.arenaPath(), fmt.Errorf("%w: it has %d bytes, --ram asks for %d", ErrSize, uint64(h.ArenaPages)*block.PageSize, want*block.PageSize),
-			fmt.Sprintf("an arena is never resized: start with --ram %dKiB, or empty with --reset", uint64(h.ArenaPages)*block.PageSize/1024)}
+			fmt.Sprintf("an arena is never resized: start with --ram %s, or empty with --reset", exact(uint64(h.ArenaPages)*block.PageSize))}
 	}
 	if c.Keys != 0 && c.Keys != h.Entries {
 		return &Error{"adopt", path, fmt.Errorf("%w: it has %d records, --max-keys asks for %d", ErrSize, h.Entries, c.Keys), "leave --max-keys out, or begin empty with --reset"}
@@ -204,6 +209,19 @@ func (a *Arena) adopt(c *Config) error {
 	a.huge = h.HugePage
 	a.Table.SetHeader(false)
 	return nil
+}
+
+// exact writes bytes in the largest unit that divides them, as a flag takes them.
+func exact(n uint64) string {
+	for _, u := range []struct {
+		name string
+		size uint64
+	}{{"TiB", 1 << 40}, {"GiB", 1 << 30}, {"MiB", 1 << 20}} {
+		if n%u.size == 0 {
+			return fmt.Sprintf("%d%s", n/u.size, u.name)
+		}
+	}
+	return fmt.Sprintf("%dKiB", n/1024)
 }
 
 func checkArena(f *os.File, h *meta.Header) error {
@@ -422,7 +440,7 @@ func Inspect(c Config, f func(*meta.Table) error) error {
 	dir, err := lock(c.Dir)
 	if err != nil {
 		if errors.Is(err, os.ErrNotExist) {
-			return &Error{"inspect", c.Dir, ErrMissing, "kvlift serve --name " + c.Name + " makes one"}
+			return &Error{"inspect", c.Dir, ErrMissing, "kvlift serve --name " + c.Name + " --ram 8GiB makes one"}
 		}
 		if errors.Is(err, ErrInUse) {
 			return &Error{"inspect", c.Dir, ErrInUse, "stop the daemon first; kvlift status reads a running one"}
@@ -433,7 +451,7 @@ func Inspect(c Config, f func(*meta.Table) error) error {
 	path := filepath.Join(c.Dir, "meta")
 	m, err := openFile(path, os.O_RDONLY)
 	if errors.Is(err, os.ErrNotExist) { // a start that was refused leaves the folder
-		return &Error{"inspect", c.Dir, ErrMissing, "kvlift serve --name " + c.Name + " makes one"}
+		return &Error{"inspect", c.Dir, ErrMissing, "kvlift serve --name " + c.Name + " --ram 8GiB makes one"}
 	}
 	if err != nil {
 		return &Error{"inspect", path, err, ""}

@@ -137,7 +137,11 @@ func (d *daemon) serve(ctx context.Context) error {
 			Hint: "kvlift verify lists the damage; kvlift serve --drop-damaged keeps what is sound, --reset begins empty"}
 	}
 	d.engine, d.report, d.adoption = e, *rep, time.Since(start)
-	o.Log.Info("arena ready", "dir", o.Dir, "bytes", d.arena.Bytes(), "created", d.created, "keys", rep.Ready, "reserved", rep.Reserved, "revived", rep.Revived,
+	how := "arena adopted"
+	if d.created {
+		how = "arena made"
+	}
+	o.Log.Info(how, "dir", o.Dir, "bytes", d.arena.Bytes(), "keys", rep.Ready, "reserved", rep.Reserved, "revived", rep.Revived,
 		"dropped", rep.Dropped, "survivors", rep.Sessions, "adoption", d.adoption.Round(time.Microsecond))
 	for _, p := range rep.Problems {
 		o.Log.Warn("damaged record given up", "error", p)
