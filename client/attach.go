@@ -121,8 +121,8 @@ func (e *Engine) adopt(a *attachment) {
 	}
 	_ = e.page.Close() // of a connection that is gone
 	e.page = a.page
-	e.id, e.aid, e.clock = a.welcome.Session, a.welcome.ArenaID, a.welcome.TraceClock
-	e.s, e.payload, e.applied, e.acked = a.s, a.ready.Payload, a.applied, a.applied
+	e.id, e.aid = a.welcome.Session, a.welcome.ArenaID
+	e.s, e.applied, e.acked = a.s, a.applied, a.applied
 	e.mirror, e.unseen = a.mirror, e.unseen[:0]
 	if e.c.Observe != nil {
 		for k, c := range e.mirror {

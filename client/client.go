@@ -85,8 +85,6 @@ type Engine struct {
 	s       *stream
 	arena   *os.File // the manager's own descriptor: it carries its life lock
 	id, aid string
-	payload []uint32
-	clock   bool
 	window  bool
 	page    *fence.Page // of this connection; nil when the daemon gave none
 	fence   uint64      // that the open window has seen
@@ -364,16 +362,6 @@ func (e *Engine) Counters() Counters {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return e.count
-}
-
-// Payload returns the bytes of a chunk over all ranks, per group.
-func (e *Engine) Payload() []uint32 { return e.payload }
-
-// Session is the id by which the daemon's status names this engine.
-func (e *Engine) Session() string {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	return e.id
 }
 
 // Close says goodbye: this process holds no promise, no copy and no mapping any more. It is idempotent.

@@ -8,6 +8,14 @@ import (
 	"kvlift/restore"
 )
 
+// Audit compares the engine's sums with its records: pages that are neither free nor owned, keys that the index lacks.
+// It is what tests call after every operation; it costs a pass over the whole table.
+func (e *Engine) Audit() error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.audit()
+}
+
 // audit compares what the engine believes with its records.
 func (e *Engine) audit() error {
 	m := pages.New(e.pages.Len())

@@ -237,8 +237,8 @@ func (e *Engine) evictAhead(s *Session, out *Reply) {
 	}
 	// Every pass looks for victims that a reply could not take; the others are taken when they are needed.
 	for uint64(e.pages.Free())+e.pending < want {
-		id, ok := e.coldest(nil, 0)
-		if !ok || e.inline(s, id) || !e.oldEnough(id) {
+		id, ok := e.coldest(e.oldEnough, coldestLimit)
+		if !ok || e.inline(s, id) {
 			return
 		}
 		e.announce(id, meta.Evicting)

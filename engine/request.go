@@ -66,13 +66,18 @@ func (e *Engine) take(r *request, ns *namespace, id uint32, group uint16) {
 	e.table.SetTick(id, r.tick)
 	r.entries = append(r.entries, ref)
 	r.session.open++
+	r.follow(ns, group, ref)
+}
+
+// follow notes the deepest entry of a group: the parent of the next one.
+func (r *request) follow(ns *namespace, group uint16, ref block.Ref) {
 	if r.tails == nil {
 		r.tails = make([]block.Ref, len(ns.groups))
 		for g := range r.tails {
 			r.tails[g].Entry = block.NoEntry
 		}
 	}
-	if int(group) < len(r.tails) {
+	if int(group) < len(r.tails) { // an entry of a generation that a reset has left may have more groups
 		r.tails[group] = ref
 	}
 }

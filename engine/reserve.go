@@ -153,13 +153,7 @@ func (e *Engine) offer(s *Session, r *request, j *job, o *block.Offer, h uint64,
 	ref := block.Ref{Entry: id, Gen: gen}
 	r.entries = append(r.entries, ref)
 	s.open += 2
-	if r.tails == nil {
-		r.tails = make([]block.Ref, len(ns.groups))
-		for i := range r.tails {
-			r.tails[i].Entry = block.NoEntry
-		}
-	}
-	r.tails[o.Group] = ref
+	r.follow(ns, o.Group, ref)
 	j.refs = append(j.refs, ref)
 	return Slot{Outcome: Accepted, Ref: ref, Extents: len(xs)}
 }
@@ -229,12 +223,9 @@ func (e *Engine) enough(s *Session, need uint32) Reason {
 	}
 	found, looked := false, 0
 	e.walk(func(id uint32) bool {
-		if !e.inline(s, id) {
+		if !e.inline(s, id) || !e.oldEnough(id) { // behind young ones of a lower class may stand older ones of a higher
 			looked++
 			return looked < coldestLimit
-		}
-		if !e.oldEnough(id) {
-			return false
 		}
 		_, _, _, n := e.table.Place(id)
 		have += uint64(n)

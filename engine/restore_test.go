@@ -21,10 +21,15 @@ type shelf struct {
 	job    uint64
 	clock  time.Time
 	groups []meta.Group
+	wide   uint32 // pages of the first group's chunks, 0 one
 }
 
 func newShelf(t *testing.T, pages uint32, groups ...meta.Group) *shelf {
-	s := &shelf{t: t, clock: time.UnixMilli(1_700_000_000_000), groups: groups}
+	return newWideShelf(t, pages, 1, groups...)
+}
+
+func newWideShelf(t *testing.T, pages, wide uint32, groups ...meta.Group) *shelf {
+	s := &shelf{t: t, wide: wide, clock: time.UnixMilli(1_700_000_000_000), groups: groups}
 	l := meta.NewLayout(256, 16)
 	s.file = make([]byte, l.Size)
 	tb, err := meta.Create(s.file, meta.Header{ArenaPages: pages, Entries: 256, Overflow: 16, Name: "shelf"})
@@ -47,6 +52,7 @@ func (s *shelf) open(tb *meta.Table) {
 	for i := range parts {
 		parts[i] = 4096
 	}
+	parts[0] *= max(s.wide, 1)
 	m, err := e.Join(Joining{Role: meta.Manager, EngineID: "shelf", WorldSize: 1, Desc: d})
 	if err != nil {
 		s.t.Fatal(err)
@@ -254,4 +260,21 @@ func TestInterleavedConversations(t *testing.T) {
 	s.finish(3)
 	s.worth(restore.Needed, chain("p", 0, 100, 200, 100)...)
 	s.gone(chain("p", 0, 300, 600, 100)...)
+}
+
+// TestYoungOptionalHidesNothing: what is optional and young may not go yet, and must not hide what is needed and old.
+func TestYoungOptionalHidesNothing(t *testing.T) {
+	s := newWideShelf(t, 9, 2, attention, state) // a chunk of attention takes more than one victim
+	s.e.opts.MinIdle = 30 * time.Second
+	s.store(1, chunk{"old", 0, 100}, chunk{"old", 1, 100})
+	s.finish(1)
+	s.clock = s.clock.Add(time.Minute)
+	s.store(2, chunk{"new", 0, 100}, chunk{"new", 1, 100}, chunk{"new", 0, 200}, chunk{"new", 1, 200})
+	s.finish(2)
+	s.worth(restore.Optional, chunk{"new", 1, 100})
+	if n := s.store(3, chunk{"third", 0, 100}, chunk{"third", 1, 100}); n != 2 {
+		t.Errorf("%d of 2 were stored over what is a minute old", n)
+	}
+	s.worth(restore.Optional, chunk{"new", 1, 100})
+	s.gone(chunk{"old", 0, 100}, chunk{"old", 1, 100})
 }

@@ -298,8 +298,8 @@ func (e *Engine) Ready(s *Session, sink Sink, r *Resume) (*Registration, error) 
 	return reg, nil
 }
 
-// Detail reads a READY entry for a snapshot. ok is false when it is not READY any more in this generation: its removal
-// was announced since, and that is what the session will hear next.
+// Details shows READY entries for a snapshot. One that is not READY any more in this generation is left out: its removal was
+// announced since, and that is what the session will hear next.
 func (e *Engine) Details(refs []block.Ref, visit func(ref block.Ref, key *block.Key, group uint16, position uint32, extents []block.Extent)) {
 	e.mu.Lock()
 	defer e.mu.Unlock()

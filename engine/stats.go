@@ -189,11 +189,3 @@ func (e *Engine) ages(lo, hi int, st *Status, index *[meta.MaxNamespaces]int) {
 		v.OldestMS = max(v.OldestMS, now-int64(e.table.Tick(uint32(id))>>tickShift), 0)
 	}
 }
-
-// Audit compares the engine's sums with its records: pages that are neither free nor owned, keys that the index lacks.
-// It is what tests call after every operation; it costs a pass over the whole table.
-func (e *Engine) Audit() error {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	return e.audit()
-}
