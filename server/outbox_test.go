@@ -42,7 +42,8 @@ func TestLargeSnapshot(t *testing.T) {
 	o.holdBack()
 	gone := block.Key{Len: 36}
 	o.Removed(8, refs[0], &gone)
-	go o.snapshot(7, refs, details)
+	queued := make(chan struct{})
+	go func() { o.snapshot(7, refs, details); close(queued) }()
 	seen, head, body := 0, make([]byte, wire.HeaderSize), []byte(nil)
 	var d wire.Delta
 	for last := false; !last; {
@@ -74,6 +75,7 @@ func TestLargeSnapshot(t *testing.T) {
 	if seen != keys || d.Epoch != 7 {
 		t.Errorf("%d keys at epoch %d, want %d at 7", seen, d.Epoch, keys)
 	}
+	<-queued // from here on most is this goroutine's
 	if most > maxAhead+1<<20 {
 		t.Errorf("%d bytes waited", most)
 	}
