@@ -13,9 +13,12 @@ PYTHON      ?= python3
 STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
 ARCHES      := amd64 arm64
 
-# Of the crash test; of each fuzz target.
+# Rounds of the crash test; time of each fuzz target.
 ROUNDS   ?= 200
 FUZZTIME ?= 5s
+# Of the tester of promises; how long it may look for a planted mistake.
+FOR      ?= 30m
+WITHIN   ?= 2m
 
 # The tag leaves out the part of the command-line library that writes manuals, and two modules with it.
 VERSION    ?= $(shell git describe --tags --dirty 2>/dev/null || echo "0.1.0-dev+$$(git describe --always --dirty 2>/dev/null || echo unknown)")
@@ -26,7 +29,7 @@ ifneq ($(shell git rev-parse HEAD >/dev/null 2>&1 && echo yes),yes)
 export GOFLAGS := $(GOFLAGS) -buildvcs=false
 endif
 
-.PHONY: build demo test crash bench fuzz fmt release clean help
+.PHONY: build demo test crash promises mutants bench fuzz fmt release clean help
 .PHONY: check-fmt check-vet check-static check-unit check-race check-python check-fuzz
 
 help: ## list what there is to make
@@ -40,9 +43,9 @@ demo: build ## see the engine do its job on real requests; under a minute
 
 test: ## everything that a change has to pass; about ten minutes on two cores
 	@start=$$SECONDS; \
-	for step in check-fmt check-vet check-static check-unit check-race check-python check-fuzz release crash; do \
+	for step in check-fmt check-vet check-static check-unit check-race check-python check-fuzz release crash promises mutants; do \
 		at=$$SECONDS; printf '\n== %s\n' "$$step"; \
-		$(MAKE) $$step ROUNDS=$(if $(filter command line environment,$(origin ROUNDS)),$(ROUNDS),20) || { printf '\n== %s FAILED\n' "$$step"; exit 1; }; \
+		$(MAKE) $$step ROUNDS=$(if $(filter command line environment,$(origin ROUNDS)),$(ROUNDS),20) FOR=$(if $(filter command line environment,$(origin FOR)),$(FOR),2m) || { printf '\n== %s FAILED\n' "$$step"; exit 1; }; \
 		printf '== %s passed in %ds\n' "$$step" "$$((SECONDS-at))"; \
 	done; \
 	printf '\n== all passed in %ds\n' "$$((SECONDS-start))"
@@ -85,6 +88,12 @@ fuzz: ## every fuzz target for FUZZTIME each
 
 crash: ## SIGKILL daemon and engines at random, ROUNDS times
 	$(GO) test ./crash -run TestCrash -count=1 -timeout 60m -args -rounds=$(ROUNDS)
+
+promises: ## play random rounds against every promise, for FOR (30m; in make test 2m)
+	$(GO) test ./server -run 'TestPromises$$' -count=1 -v -timeout 0 -args -promises-for=$(FOR)
+
+mutants: ## plant each mistake of the protocol's model; the tester must find it within WITHIN
+	$(GO) test ./mutants -count=1 -v -timeout 0 -args -within=$(WITHIN)
 
 bench: build ## what the daemon costs per key, on this machine
 	./kvlift bench engine

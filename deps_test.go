@@ -23,7 +23,7 @@ var layers = [][]string{
 	{"server", "client", "status"},
 	{"metrics"},
 	{"daemon", "bench"},
-	{"crash"}, // tests alone
+	{"crash", "mutants"}, // tests alone
 	{"."},
 }
 
@@ -44,6 +44,7 @@ var imports = map[string]string{
 	"index":                 "block",
 	"meta":                  "block",
 	"metrics":               "status",
+	"mutants":               "",
 	"notify":                "",
 	"packaging/checkstatic": "",
 	"pages":                 "block",

@@ -3,7 +3,9 @@ package client
 import (
 	"context"
 	"errors"
+	"maps"
 	"os"
+	"slices"
 	"time"
 
 	"kvlift/block"
@@ -40,11 +42,13 @@ func (e *Engine) list() *listing {
 	l := &listing{stores: map[uint64]storeJob{}, aid: e.aid}
 	l.hello = wire.Hello{Protocol: [2]int{wire.Major, wire.Minor}, Client: e.c.Name, Role: "manager", EngineID: e.c.EngineID, WorldSize: e.c.world(),
 		Namespace: &e.c.Namespace, Session: e.id, ArenaID: e.aid}
-	for id, refs := range e.loads {
+	for _, id := range slices.Sorted(maps.Keys(e.loads)) {
+		refs := e.loads[id]
 		l.loads = append(l.loads, id)
 		l.hello.Loads = append(l.hello.Loads, wire.OpenJob{Job: id, Refs: pairs(refs)})
 	}
-	for id, j := range e.stores {
+	for _, id := range slices.Sorted(maps.Keys(e.stores)) {
+		j := e.stores[id]
 		l.stores[id] = *j
 		l.hello.Stores = append(l.hello.Stores, wire.OpenJob{Job: id, Refs: pairs(j.refs), Doomed: j.doomed, Done: j.done && !j.doomed})
 	}
@@ -134,7 +138,8 @@ func (e *Engine) adopt(a *attachment) {
 			e.post(wire.TUnpin, func(b []byte) []byte { return wire.AppendJob(b, id) })
 		}
 	}
-	for id, was := range a.listing.stores {
+	for _, id := range slices.Sorted(maps.Keys(a.listing.stores)) {
+		was := a.listing.stores[id]
 		j := e.stores[id]
 		switch {
 		case was.done: // its keys are in the snapshot, or gone again
@@ -164,7 +169,7 @@ func (e *Engine) reconnect(l *listing) {
 	e.connecting = false
 	if err != nil {
 		e.backoff = min(2*e.backoff, time.Second)
-		e.retryAt = time.Now().Add(e.backoff)
+		e.retryAt = e.c.Now().Add(e.backoff)
 		return
 	}
 	e.count.Reconnects++

@@ -32,14 +32,24 @@ type Config struct {
 	Name          string // for people; default "kvlift client"
 	EngineID      string
 	Namespace     wire.Namespace
-	Parts         [][]uint32    // per rank, payload bytes per group
-	Deadline      time.Duration // of a reserve; default 5 ms
-	AttachTimeout time.Duration // default 10 s
-	Timer         time.Duration // acknowledgements and reconnects outside a step; default 50 ms, negative: none
-	Observe       func(Event)   // hears every change of the mirror, under the engine's lock; may be nil
+	Parts         [][]uint32       // per rank, payload bytes per group
+	Deadline      time.Duration    // of a reserve; default 5 ms
+	AttachTimeout time.Duration    // default 10 s
+	Timer         time.Duration    // acknowledgements and reconnects outside a step; default 50 ms, negative: none
+	Observe       func(Event)      // hears every change of the mirror, under the engine's lock; may be nil
+	Now           func() time.Time // paces reconnects; default time.Now
+	// For tests of what may happen in between; both are called under the engine's lock and may be nil.
+	Waiting func() // before an answer is waited for
+	Opening func() // between what has come is applied and a window opens
 }
 
 func (c *Config) world() int { return len(c.Parts) }
+
+func (c *Config) waits() {
+	if c.Waiting != nil {
+		c.Waiting()
+	}
+}
 
 // Event is a change of the mirror.
 type Event struct {
@@ -124,6 +134,9 @@ func Open(ctx context.Context, c Config) (*Engine, error) {
 	if c.Timer == 0 {
 		c.Timer = 50 * time.Millisecond
 	}
+	if c.Now == nil {
+		c.Now = time.Now
+	}
 	if c.Name == "" {
 		c.Name = "kvlift client"
 	}
@@ -162,7 +175,7 @@ func (e *Engine) lose() {
 	e.s, e.mirror = nil, nil
 	e.owed = 0
 	e.count.Lost++
-	e.retryAt = time.Now()
+	e.retryAt = e.c.Now()
 	e.backoff = 10 * time.Millisecond
 }
 
@@ -308,11 +321,16 @@ func (e *Engine) tick() {
 			return
 		case <-t.C:
 		}
-		e.mu.Lock()
-		if !e.window {
-			e.rest()
-		}
-		e.mu.Unlock()
+		e.Tick()
+	}
+}
+
+// Tick is one turn of the timer, for engines that run without it: nothing happens while a window is open.
+func (e *Engine) Tick() {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if !e.window {
+		e.rest()
 	}
 }
 
@@ -320,7 +338,7 @@ func (e *Engine) tick() {
 func (e *Engine) rest() {
 	e.takeArrived()
 	if e.s == nil {
-		if !e.connecting && !e.closed && !time.Now().Before(e.retryAt) {
+		if !e.connecting && !e.closed && !e.c.Now().Before(e.retryAt) {
 			e.connecting = true
 			h := e.list()
 			e.wg.Go(func() { e.reconnect(h) })
@@ -396,6 +414,41 @@ func (e *Engine) Close() error {
 		err = errors.Join(err, w.close())
 	}
 	return err
+}
+
+// Kill ends the manager as the end of its process would: nothing is said, and what was not sent is lost. The workers live
+// on, each until its own Kill. The engine must not be used afterwards.
+func (e *Engine) Kill() error {
+	e.mu.Lock()
+	if e.closed {
+		e.mu.Unlock()
+		return nil
+	}
+	e.closed = true
+	close(e.stop)
+	e.cancel()
+	e.mu.Unlock()
+	e.wg.Wait()
+	err := errors.Join(e.page.Close(), closeIf(e.arena), e.s.close())
+	if e.arrived != nil {
+		err = errors.Join(err, e.arrived.close())
+	}
+	e.s, e.mirror, e.arena, e.page, e.arrived = nil, nil, nil, nil, nil
+	return err
+}
+
+// SetDeadline changes how long the reserves to come wait; see Config.Deadline.
+func (e *Engine) SetDeadline(d time.Duration) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.c.Deadline = d
+}
+
+// Reconnecting tells whether a connection is being made in the background.
+func (e *Engine) Reconnecting() bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.connecting
 }
 
 // Sync waits until every commit that was posted has been seen as an added key: what is kept (design section 5).

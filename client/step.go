@@ -43,6 +43,9 @@ func (e *Engine) open() {
 			e.lose()
 		}
 	}
+	if e.c.Opening != nil {
+		e.c.Opening()
+	}
 	e.window = true
 	if e.fence = 0; e.page != nil {
 		e.fence = e.page.Open()
@@ -180,6 +183,7 @@ func (e *Engine) Reserve(request uint64, keys []block.Offer, out *Reservation) e
 		return ErrAway
 	}
 	deadline := time.Now().Add(e.c.Deadline)
+	e.c.waits()
 	for {
 		h, b, ok, err := e.s.frame()
 		if err == nil && ok {
@@ -269,6 +273,9 @@ func (e *Engine) Ended(job uint64, wait time.Duration) error {
 	}
 	for _, w := range e.Workers {
 		if err := w.Ended(job, wait); err != nil {
+			if !errors.Is(err, ErrDeadline) && !e.window {
+				e.lose() // ranks come back together with the manager
+			}
 			return err
 		}
 	}

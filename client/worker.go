@@ -102,6 +102,7 @@ func (w *Worker) Ended(job uint64, wait time.Duration) error {
 	if err := w.s.flush(); err != nil {
 		return err
 	}
+	w.c.waits()
 	_, b, err := w.s.await(wire.TEndedAck, wait)
 	if err != nil {
 		return err
@@ -110,6 +111,13 @@ func (w *Worker) Ended(job uint64, wait time.Duration) error {
 		return fmt.Errorf("%w: acknowledgement of job %d for %d", wire.ErrMalformed, got, job)
 	}
 	return nil
+}
+
+// Kill ends the rank as the end of its process would: nothing is said. The worker must not be used afterwards.
+func (w *Worker) Kill() error {
+	err := w.s.close()
+	w.s = nil
+	return errors.Join(err, w.close())
 }
 
 // close unmaps, gives the life lock up and says goodbye.

@@ -425,20 +425,19 @@ func (e *Engine) relist(s *Session, r *Resume) error {
 		}
 	}
 	e.orphans = slices.DeleteFunc(e.orphans, func(id uint32) bool { return claimed[id] })
-	for _, j := range old {
+	for _, j := range inOrder(old) {
 		if j.store {
 			j.refs = slices.DeleteFunc(j.refs, func(ref block.Ref) bool { return listed[ref] })
 		}
 		e.endOld(s, j)
 	}
-	ended := map[*request]bool{} // each once; those of jobs from before an earlier reconnect have no number
-	for _, q := range requests {
-		ended[q] = true
+	ended := inOrder(requests)
+	for _, j := range inOrder(old) { // those of jobs from before an earlier reconnect have no number
+		if !slices.Contains(ended, j.req) {
+			ended = append(ended, j.req)
+		}
 	}
-	for _, j := range old {
-		ended[j.req] = true
-	}
-	for q := range ended {
+	for _, q := range ended {
 		e.letGo(q.entries, e.worth(q, false))
 	}
 	for _, j := range r.Stores {

@@ -411,7 +411,7 @@ func (e *Engine) ProcessEnded(p *Process) {
 		if s.state == Attached {
 			s.state = Detached
 		}
-		for _, j := range s.jobs { // nobody will commit any more: the ranks' reports decide
+		for _, j := range inOrder(s.jobs) { // nobody will commit any more: the ranks' reports decide
 			e.endIfReported(s, j)
 		}
 	} else {
@@ -430,10 +430,10 @@ func (e *Engine) endSession(s *Session) {
 		e.unknown--
 	}
 	s.state, s.sink = Ended, nil
-	for _, j := range s.jobs {
+	for _, j := range inOrder(s.jobs) {
 		e.endJob(s, j, false)
 	}
-	for _, r := range s.requests {
+	for _, r := range inOrder(s.requests) {
 		r.finished = true
 		e.closeRequest(s, r)
 	}
@@ -484,7 +484,7 @@ func (e *Engine) Reset(s *Session, random [32]byte) error {
 		r.tails = nil
 	}
 	e.moveProcesses(s)
-	for _, j := range s.jobs {
+	for _, j := range inOrder(s.jobs) {
 		if j.store {
 			j.doomed = true
 			e.endIfReported(s, j)
@@ -505,3 +505,12 @@ func (e *Engine) moveProcesses(s *Session) {
 
 // ID names the session; a manager that comes back says it.
 func (s *Session) ID() uint64 { return s.id }
+
+// inOrder lists a map by its numbers, so that the same calls leave the same records.
+func inOrder[V any](m map[uint64]V) []V {
+	out := make([]V, 0, len(m))
+	for _, k := range slices.Sorted(maps.Keys(m)) {
+		out = append(out, m[k])
+	}
+	return out
+}

@@ -218,6 +218,14 @@ func (c *conn) next(deadline time.Time) (wire.Header, []byte, error) {
 		c.in = make([]byte, 4096)
 	}
 	c.consume()
+	if c.s.gate != nil {
+		c.ioMu.Unlock()
+		err := c.s.gate(c)
+		c.ioMu.Lock()
+		if err != nil {
+			return wire.Header{}, nil, err
+		}
+	}
 	for {
 		if c.have >= wire.HeaderSize {
 			h, err := wire.ParseHeader(c.in, wire.MaxFrame)

@@ -95,7 +95,7 @@ func (s *Server) leave(c *conn) {
 
 // watch waits for the end of a process: by pidfd, else by its byte lock.
 func (s *Server) watch(c *conn, p *engine.Process) {
-	if c.pidfd < 0 {
+	if c.pidfd < 0 || s.byLock {
 		s.watchLock(p)
 		return
 	}

@@ -6,12 +6,14 @@
 package server
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net"
 	"os"
 	"slices"
@@ -56,6 +58,10 @@ type Server struct {
 	pidfds   map[*engine.Process]*os.File // processes whose end is waited for
 	wg       sync.WaitGroup
 	lockPoll chan struct{}
+
+	// For tests of the protocol, which decide themselves what happens next; both are zero otherwise.
+	gate   func(*conn) error // called before a frame is taken up
+	byLock bool              // processes are known by their byte locks alone, as where the kernel has no pidfds
 }
 
 // lockPollEvery is how often byte locks are looked at while a process is known by nothing else.
@@ -190,10 +196,7 @@ func (s *Server) pollLocks() {
 
 func (s *Server) pollOnce() int {
 	s.mu.Lock()
-	var ps []*engine.Process
-	for p := range s.locks {
-		ps = append(ps, p)
-	}
+	ps := slices.SortedFunc(maps.Keys(s.locks), func(a, b *engine.Process) int { return cmp.Compare(a.Slot(), b.Slot()) })
 	s.mu.Unlock()
 	left := 0
 	for _, p := range ps {
