@@ -268,7 +268,7 @@ func TestSilent(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			began := time.Now()
-			d.refuses(t, d.raw(t), c.do, "failed", "no hello within 100ms")
+			d.refuses(t, d.raw(t), c.do, "failed", "no hello within "+limit.String())
 			if took := time.Since(began); took < limit || took > 50*limit {
 				t.Errorf("given up after %v", took)
 			}
