@@ -46,7 +46,7 @@ func NewARC(entries int, capacityPages uint64) *ARC {
 	return &ARC{
 		l:      makeLinks(entries, 2),
 		t1:     uint32(entries),
-		t2:     uint32(entries) + 1,
+		t2:     uint32(entries) + uint32(lanes),
 		fp:     make([]uint64, entries),
 		weight: make([]uint32, entries),
 		flags:  make([]uint8, entries),
@@ -108,7 +108,10 @@ func (o *ARC) Use(id uint32) {
 }
 
 // Release makes a held entry the hottest of T2 when it was used, otherwise of the list it is in.
-func (o *ARC) Release(id uint32) {
+func (o *ARC) Release(id uint32) { o.ReleaseTo(id, Recent) }
+
+// ReleaseTo is Release to a lane of the list.
+func (o *ARC) ReleaseTo(id uint32, lane Lane) {
 	want(o.l.next[id] == held, "Release", id, "held")
 	if o.flags[id] == usedNow {
 		o.n1 -= uint64(o.weight[id])
@@ -116,18 +119,21 @@ func (o *ARC) Release(id uint32) {
 	}
 	if o.flags[id] != 0 {
 		o.flags[id] = inT2
-		o.l.pushHot(o.t2, id)
+		o.l.pushHot(o.t2+uint32(lane), id)
 	} else {
-		o.l.pushHot(o.t1, id)
+		o.l.pushHot(o.t1+uint32(lane), id)
 	}
 }
+
+// Merge says how the lanes of T1, and those of T2, are one order.
+func (o *ARC) Merge(older func(a, b uint32) bool) { o.l.setOlder(older) }
 
 // Coldest returns the coldest usable entry of the list that is over its target, or else of the other. It returns false
 // rather than an entry of T2 when T1 has grown too far; see ARC.
 func (o *ARC) Coldest(usable func(id uint32) bool, maxSkip int) (uint32, bool) {
 	first, second := o.t2, o.t1
 	if o.overTarget(o.n1) {
-		if o.l.next[o.t1] == o.t1 && o.n1 > o.c/8 {
+		if o.l.empty(o.t1) && o.n1 > o.c/8 {
 			return 0, false
 		}
 		first, second = o.t1, o.t2
@@ -179,18 +185,23 @@ func (o *ARC) Frequent(id uint32) bool { return o.l.next[id] != absent && o.flag
 // Walk calls f for all idle entries in the order of eviction, until f returns false: T1 down to its target, T2, and the
 // rest of T1.
 func (o *ARC) Walk(f func(id uint32) bool) {
-	i, n1 := o.l.next[o.t1], o.n1
-	for ; i != o.t1 && o.overTarget(n1); i = o.l.next[i] {
+	t1, n1 := o.l.merge(o.t1), o.n1
+	for o.overTarget(n1) {
+		i, ok := t1.next()
+		if !ok {
+			break
+		}
 		if !f(i) {
 			return
 		}
 		n1 -= uint64(o.weight[i])
 	}
-	for j := o.l.next[o.t2]; j != o.t2; j = o.l.next[j] {
-		if !f(j) {
+	t2 := o.l.merge(o.t2)
+	for i, ok := t2.next(); ok; i, ok = t2.next() {
+		if !f(i) {
 			return
 		}
 	}
-	for ; i != o.t1 && f(i); i = o.l.next[i] {
+	for i, ok := t1.next(); ok && f(i); i, ok = t1.next() {
 	}
 }

@@ -35,10 +35,16 @@ func (o *LRU) Hold(id uint32) {
 func (o *LRU) Use(id uint32) { want(o.l.next[id] == held, "Use", id, "held") }
 
 // Release makes a held entry the hottest.
-func (o *LRU) Release(id uint32) {
+func (o *LRU) Release(id uint32) { o.ReleaseTo(id, Recent) }
+
+// ReleaseTo makes a held entry the hottest of a lane.
+func (o *LRU) ReleaseTo(id uint32, lane Lane) {
 	want(o.l.next[id] == held, "Release", id, "held")
-	o.l.pushHot(o.end, id)
+	o.l.pushHot(o.end+uint32(lane), id)
 }
+
+// Merge says how the lanes are one order.
+func (o *LRU) Merge(older func(a, b uint32) bool) { o.l.setOlder(older) }
 
 // Coldest returns the usable idle entry released longest ago.
 func (o *LRU) Coldest(usable func(id uint32) bool, maxSkip int) (uint32, bool) {
@@ -66,6 +72,7 @@ func (o *LRU) Frequent(uint32) bool { return false }
 
 // Walk calls f for the idle entries, the one released longest ago first, until f returns false.
 func (o *LRU) Walk(f func(id uint32) bool) {
-	for i := o.l.next[o.end]; i != o.end && f(i); i = o.l.next[i] {
+	m := o.l.merge(o.end)
+	for i, ok := m.next(); ok && f(i); i, ok = m.next() {
 	}
 }

@@ -29,7 +29,11 @@ type modelEntry struct {
 	weight     uint32
 	list       int
 	held, used bool
+	stamp      int // of its release: what merges lanes
 }
+
+// stampOf is when the release number n counts as a use, by its lane.
+func stampOf(lane Lane, n int) int { return []int{2 * n, 2*n - 13, n - 1<<20}[lane] }
 
 type modelGhost struct {
 	fp     uint64
@@ -86,7 +90,7 @@ func (m *model) add(id uint32, fp uint64, weight uint32) {
 	if l, _ := m.takeGhost(fp); l >= 0 {
 		list = 1
 	}
-	m.in[id] = &modelEntry{fp, weight, list, true, false}
+	m.in[id] = &modelEntry{fp: fp, weight: weight, list: list, held: true}
 	for m.arc && m.resident(0)+m.ghostPages(0) > modelCapacity && len(m.ghosts[0]) > 0 {
 		m.ghosts[0] = m.ghosts[0][1:]
 	}
@@ -108,13 +112,14 @@ func (m *model) unlist(id uint32) {
 	}
 }
 
-func (m *model) release(id uint32) {
+func (m *model) release(id uint32, stamp int) {
 	e := m.in[id]
 	if e.used && m.arc {
 		e.list = 1
 	}
-	e.held, e.used = false, false
+	e.held, e.used, e.stamp = false, false, stamp
 	m.lists[e.list] = append(m.lists[e.list], id)
+	slices.SortStableFunc(m.lists[e.list], func(a, b uint32) int { return m.in[a].stamp - m.in[b].stamp })
 }
 
 func (m *model) evict(id uint32) {
@@ -169,6 +174,13 @@ func checkModel(t *rapid.T, name string) {
 		t.Fatal(err)
 	}
 	m := &model{arc: name == "arc", in: map[uint32]*modelEntry{}}
+	o.Merge(func(a, b uint32) bool { return m.in[a].stamp < m.in[b].stamp })
+	releases := 0
+	release := func(id uint32, lane Lane) {
+		releases++
+		m.release(id, stampOf(lane, releases))
+		o.ReleaseTo(id, lane)
+	}
 	// pick draws an entry in a state, if there is one. Without, a step does nothing: rapid takes a run whose every action
 	// skips for a failure, and a fuzzer finds such runs.
 	pick := func(t *rapid.T, state string, in func(e *modelEntry) bool) (uint32, bool) {
@@ -223,8 +235,7 @@ func checkModel(t *rapid.T, name string) {
 			m.offer(fp, w)
 			o.Add(id, fp, w)
 			m.add(id, fp, w)
-			o.Release(id)
-			m.release(id)
+			release(id, Recent)
 		},
 		"hold": func(t *rapid.T) {
 			id, ok := pick(t, "idle", isIdle)
@@ -248,8 +259,7 @@ func checkModel(t *rapid.T, name string) {
 			if !ok {
 				return
 			}
-			o.Release(id)
-			m.release(id)
+			release(id, rapid.SampledFrom([]Lane{Recent, Recent, Aged, Closed}).Draw(t, "lane"))
 		},
 		"evict coldest": func(t *rapid.T) {
 			if id, ok := o.Coldest(nil, 0); ok {

@@ -19,8 +19,11 @@
 // hotter than its children and the cold end is always a leaf. Holding the chain also keeps a request from evicting its
 // own head to store its tail.
 //
-// Storage is a handful of arrays sized once: 8 bytes an entry for LRU, 21 for ARC, and for ARC's ghosts 21 bytes and a
-// map slot each, taken as they are needed.
+// An engine may say of what it releases that it is not needed soon, or not any more. Such entries go to lanes of their own,
+// which are merged with the rest when a victim is looked for: no list is searched to put them in their place.
+//
+// Storage is a handful of arrays sized once: 8 bytes an entry for LRU and for Lists, 21 for ARC, and for ARC's ghosts 21
+// bytes and a map slot each, taken as they are needed.
 package policy
 
 import (
@@ -31,7 +34,7 @@ import (
 )
 
 // MaxEntries is the largest number of entries an Order can rank; the numbers above it mark states and list ends.
-const MaxEntries = math.MaxUint32 - 16
+const MaxEntries = math.MaxUint32 - 2 - maxEnds
 
 // Order ranks the idle entries from the one to lose first to the one to lose last. It is not safe for concurrent use.
 // Weights are in pages. Every method is O(1) but for the walks. A call that the entry's state does not allow, or an
@@ -51,6 +54,12 @@ type Order interface {
 	Use(id uint32)
 	// Release makes a held entry idle, as the hottest of its list. Chains are released from the tail to the head.
 	Release(id uint32)
+	// ReleaseTo is Release to a lane of the list: the hottest of that lane. Release is that of Recent.
+	ReleaseTo(id uint32, lane Lane)
+	// Merge says how the lanes of a list are one order: older reports whether an idle entry was used before another one of
+	// another lane. It must agree with the order of the releases within each lane, and be given before the first ReleaseTo
+	// another lane than Recent.
+	Merge(older func(a, b uint32) bool)
 	// Coldest returns the idle entry that should go next among those for which usable is true. It returns false when
 	// there is none, or when the Order would rather not have the key offered last than lose any of them. It changes
 	// nothing. A nil usable means all. maxSkip, when it is not 0, bounds the unusable entries it looks at in each list.
@@ -85,6 +94,9 @@ func New(name string, entries int, capacityPages uint64) (Order, error) {
 	return NewLRU(entries), nil
 }
 
+// maxEnds bounds the ends of lists, which are numbered behind the entries.
+const maxEnds = 1022
+
 // Values of links.next for elements that are in no list.
 const (
 	absent = math.MaxUint32
@@ -95,15 +107,18 @@ const (
 // no element: the next of the end is the coldest element, the previous the hottest.
 type links struct {
 	next, prev []uint32
+	older      func(a, b uint32) bool // of elements in different lanes
 }
 
-// makeLinks returns links for elements 0 to n-1, all absent, and empty lists whose ends are n, n+1, ...
+// makeLinks returns links for elements 0 to n-1, all absent, and empty lists. Their ends are n, n+lanes, ...; those of a
+// list's other lanes follow its own.
 func makeLinks(n, lists int) links {
-	l := links{next: make([]uint32, n+lists), prev: make([]uint32, n+lists)}
+	ends := lists * int(lanes)
+	l := links{next: make([]uint32, n+ends), prev: make([]uint32, n+ends)}
 	for i := range n {
 		l.next[i] = absent
 	}
-	for e := n; e < n+lists; e++ {
+	for e := n; e < n+ends; e++ {
 		l.next[e], l.prev[e] = uint32(e), uint32(e)
 	}
 	return l
@@ -143,6 +158,18 @@ func want(ok bool, op string, id uint32, state string) {
 // firstUsable walks the list that ends at end from the cold side; see Order.Coldest.
 func (l *links) firstUsable(end uint32, usable func(uint32) bool, maxSkip int) (uint32, bool) {
 	skipped := 0
+	if !l.plain(end) {
+		m := l.merge(end)
+		for i, ok := m.next(); ok; i, ok = m.next() {
+			if usable == nil || usable(i) {
+				return i, true
+			}
+			if skipped++; skipped == maxSkip {
+				break
+			}
+		}
+		return 0, false
+	}
 	for i := l.next[end]; i != end; i = l.next[i] {
 		if usable == nil || usable(i) {
 			return i, true
