@@ -63,6 +63,12 @@ func Adopt(t *meta.Table, o Options, alive func(slot int) bool) (*Engine, *Repor
 	e := &Engine{opts: o, table: t, pages: pages.New(t.Header.ArenaPages), order: order, slots: make([]slot, t.Entries), sessions: map[uint64]*Session{}}
 	e.index = index.New(t.Entries, t.KeyEqual)
 	e.spare = [...]*policy.LRU{policy.NewLRU(int(t.Entries)), policy.NewLRU(int(t.Entries))}
+	for _, o := range []policy.Order{e.order, e.spare[0], e.spare[1]} {
+		o.Merge(e.older)
+	}
+	if len(o.Quotas) > 0 {
+		e.own = policy.NewLists(int(t.Entries), meta.MaxNamespaces*int(restore.Useless+1), e.older)
+	}
 	e.held = alive
 	e.canGo = func(id uint32) bool { return e.inline(e.asker, id) && e.oldEnough(id) }
 	rep := &Report{}
@@ -108,6 +114,7 @@ func (e *Engine) adoptNamespaces(rep *Report) {
 		}
 		ids[n.ID] = i
 		e.spaces[i] = newNamespace(uint16(i), n)
+		e.openAccount(e.spaces[i])
 		rep.Namespaces++
 	}
 }
@@ -216,12 +223,17 @@ func (e *Engine) adoptEntries(rep *Report) {
 			e.order.Use(a.id)
 		}
 		e.slots[a.id].holds = 1
-		e.unhold(a.id, min(a.class, restore.Useless))
+		e.unhold(a.id, min(a.class, restore.Useless), policy.Recent) // the stamps have merged the lanes
 		e.tick = max(e.tick, a.tick)
+		if a.tick < closedTicks {
+			e.closedTick = a.tick // they come in their order
+		} else if a.tick&1 != 0 {
+			e.agedTick = a.tick
+		}
 	}
 	for id := range e.slots {
 		if e.slots[id].state != meta.Free {
-			e.countChild(e.spaces[e.slots[id].ns], e.table.Parent(uint32(id)))
+			e.countChild(e.table.Parent(uint32(id)))
 		}
 	}
 }
@@ -300,6 +312,9 @@ func (e *Engine) adoptEntry(id uint32, v *meta.Entry, owned []uint64) error {
 	}
 	e.slots[id] = slot{gen: v.Gen, ns: v.Namespace, state: to}
 	ns.keys++
+	if ns.account != nil {
+		ns.account.used += uint64(v.Pages)
+	}
 	switch to {
 	case meta.Ready:
 		e.index.Put(h, id)
@@ -311,6 +326,9 @@ func (e *Engine) adoptEntry(id uint32, v *meta.Entry, owned []uint64) error {
 		e.order.Add(id, h, v.Pages)
 	case meta.Removed:
 		e.pending += uint64(v.Pages)
+		if ns.account != nil {
+			ns.account.pending += uint64(v.Pages)
+		}
 		e.epoch++
 		ns.evicting = append(ns.evicting, eviction{id, e.epoch})
 	}

@@ -35,6 +35,9 @@ func (e *Engine) audit() error {
 			return fmt.Errorf("entry %d: %v generation %d in the table, %v generation %d in memory", id, v.State, v.Gen, s.state, s.gen)
 		}
 		byState[v.State]++
+		if s.holds == 0 && s.flags&slotShared != 0 {
+			return fmt.Errorf("entry %d: shared, and nobody holds it", id)
+		}
 		if v.State == meta.Free {
 			if s.holds != 0 || s.pins != 0 {
 				return fmt.Errorf("entry %d is free, with %d holds and %d pins", id, s.holds, s.pins)
@@ -69,7 +72,7 @@ func (e *Engine) audit() error {
 				}
 			}
 		}
-		if e.spaces[v.Namespace].mixed && e.alive(v.Parent) {
+		if e.alive(v.Parent) {
 			children[v.Parent.Entry]++
 		}
 	}
@@ -149,6 +152,65 @@ func (e *Engine) audit() error {
 		if ns != nil && ns.keys != keys[uint16(i)] {
 			return fmt.Errorf("namespace %d: %d records, %d counted", i, keys[uint16(i)], ns.keys)
 		}
+	}
+	return e.auditAccounts()
+}
+
+// auditAccounts compares what counts against quotas, and the orders of the accounts, with the records.
+func (e *Engine) auditAccounts() error {
+	if e.own == nil {
+		return nil
+	}
+	used, pending, idle := map[*account]uint64{}, map[*account]uint64{}, 0
+	for i := range e.slots {
+		s := &e.slots[i]
+		if s.state == meta.Free {
+			continue
+		}
+		_, _, _, n := e.table.Place(uint32(i))
+		a := e.spaces[s.ns].account
+		used[a] += uint64(n)
+		switch {
+		case s.state == meta.Evicting || s.state == meta.Removed:
+			pending[a] += uint64(n)
+		case s.state == meta.Ready && s.holds == 0:
+			idle++
+		}
+	}
+	spaces := map[*account]int{}
+	for _, ns := range e.spaces {
+		if ns != nil {
+			spaces[ns.account]++
+		}
+	}
+	for i, a := range e.accounts {
+		if a == nil {
+			continue
+		}
+		if a.number != i || a.spaces != spaces[a] || a.used != used[a] || a.pending != pending[a] {
+			return fmt.Errorf("account %d: number %d of %d namespaces with %d pages, %d pending; by records %d, %d, %d", i, a.number, a.spaces, a.used, a.pending, spaces[a], used[a], pending[a])
+		}
+		delete(spaces, a)
+		last, class := uint64(0), restore.Useless
+		var disorder error
+		e.walkOf(a, func(id uint32) bool {
+			idle--
+			s := &e.slots[id]
+			if s.class != class {
+				last, class = 0, s.class
+			}
+			if s.state != meta.Ready || s.holds != 0 || e.spaces[s.ns].account != a || e.table.Tick(id) < last {
+				disorder = fmt.Errorf("account %d: entry %d: %v with %d holds, stamp %d behind %d", i, id, s.state, s.holds, e.table.Tick(id), last)
+			}
+			last = e.table.Tick(id)
+			return disorder == nil
+		})
+		if disorder != nil {
+			return disorder
+		}
+	}
+	if len(spaces) != 0 || idle != 0 {
+		return fmt.Errorf("%d accounts are not listed, %d idle entries stand in no order of an account", len(spaces), idle)
 	}
 	return nil
 }

@@ -43,6 +43,7 @@ var (
 type Options struct {
 	Policy     string           // "lru" (default) or "arc"
 	MinIdle    time.Duration    // a store may not evict what was used within this time; 0 turns it off
+	Quotas     []Quota          // caps of namespaces; no name stands twice
 	EvictAhead float64          // share of the pages kept free or on their way when several sessions share keys
 	Now        func() time.Time // default time.Now
 	TraceClock bool             // time is what Begin says (replays)
@@ -68,8 +69,11 @@ type Sink interface {
 	Removed(epoch uint64, ref block.Ref, key *block.Key)
 }
 
-// slotAcked marks an EVICTING record that every session has acknowledged: only pins keep the page.
-const slotAcked = 1 << 0
+// Flags of a slot.
+const (
+	slotAcked  = 1 << iota // EVICTING, and every session has acknowledged it: only pins keep the page
+	slotShared             // more than one request has used it since it was last idle
+)
 
 // slot is what the engine remembers of a record besides the record.
 type slot struct {
@@ -95,22 +99,26 @@ type Engine struct {
 	index *index.Index
 	order policy.Order                 // of what restore points need, and of everything that is held
 	spare [restore.Useless]*policy.LRU // of what they do not need: optional, useless
+	own   *policy.Lists                // the same entries by account and class; nil without quotas
 	slots []slot
 	// Free records and overflow records, taken from the end.
 	freeEntries  []uint32
 	freeOverflow []uint32
 
 	spaces   [meta.MaxNamespaces]*namespace
+	accounts [meta.MaxNamespaces]*account
 	sessions map[uint64]*Session
 	procs    [meta.MaxSessions]*Process
 	orphans  []uint32 // RESERVED records of a daemon before us that nobody has claimed yet
 	unknown  int      // sessions from before our start that are not resolved
 
-	epoch    uint64 // the last announced removal
-	tick     uint64
-	traceMS  int64
-	draining bool
-	readOnly bool // Check: the table is only read
+	epoch      uint64 // the last announced removal
+	tick       uint64 // the last stamp, and those of the other lanes
+	agedTick   uint64
+	closedTick uint64
+	traceMS    int64
+	draining   bool
+	readOnly   bool // Check: the table is only read
 
 	ready    uint32                      // READY records
 	used     uint32                      // pages of READY records
@@ -134,8 +142,9 @@ type namespace struct {
 	sessions []*Session // all that could know its keys, whatever their state
 	evicting []eviction // announced, oldest first
 	groups   []groupState
-	keys     int  // records that are not free
-	mixed    bool // there are groups that are not full: chains are judged, so it counts who continues whom
+	keys     int      // records that are not free
+	account  *account // nil without quotas
+	mixed    bool     // there are groups that are not full: chains are judged while their requests run
 }
 
 type eviction struct {
@@ -159,12 +168,6 @@ func (e *Engine) now() int64 {
 // tickShift is how far milliseconds stand above the counter in a recency stamp.
 const tickShift = 22
 
-// nextTick returns a stamp above all earlier ones. Its high bits are the time, so that an age can be read from it.
-func (e *Engine) nextTick() uint64 {
-	e.tick = max(e.tick+1, uint64(max(e.now(), 0))<<tickShift)
-	return e.tick
-}
-
 // usable tells whether a store may take the entry away now as far as time is concerned.
 func (e *Engine) oldEnough(id uint32) bool {
 	if e.opts.MinIdle <= 0 || e.slots[id].class == restore.Useless {
@@ -179,6 +182,7 @@ func (e *Engine) hold(id uint32) {
 	if s.holds == 0 && s.state == meta.Ready {
 		_, _, _, n := e.table.Place(id)
 		e.idle[s.class] -= uint64(n)
+		e.delist(id)
 		if s.class == restore.Needed {
 			e.order.Hold(id)
 		} else { // somebody uses it: then it is needed
@@ -191,24 +195,29 @@ func (e *Engine) hold(id uint32) {
 	s.holds++
 }
 
-// unhold gives an entry back; the last one puts it at the hot end of the order of its class. The caller holds mu and calls
-// tail first.
-func (e *Engine) unhold(id uint32, class restore.Class) {
+// unhold gives an entry back; the last one puts it at the hot end of a lane of the order of its class. The caller holds mu
+// and calls tail first.
+func (e *Engine) unhold(id uint32, class restore.Class, lane policy.Lane) {
 	s := &e.slots[id]
 	s.holds--
-	if s.holds > 0 || s.state != meta.Ready {
+	if s.holds > 0 {
+		return
+	}
+	s.flags &^= slotShared
+	if s.state != meta.Ready {
 		return
 	}
 	_, _, _, n := e.table.Place(id)
 	if class == restore.Needed {
-		e.order.Release(id)
+		e.order.ReleaseTo(id, lane)
 	} else {
 		e.order.Drop(id)
 		e.spare[class-1].Add(id, 0, n)
-		e.spare[class-1].Release(id)
+		e.spare[class-1].ReleaseTo(id, lane)
 		e.setClass(id, class)
 	}
 	e.idle[class] += uint64(n)
+	e.enlist(id, class, lane)
 }
 
 func (e *Engine) setClass(id uint32, class restore.Class) {
@@ -241,12 +250,14 @@ func (e *Engine) freeRecord(id uint32, extents int) {
 	if extents > meta.InlineExtents {
 		e.freeOverflow = e.table.OverflowOf(id, e.freeOverflow)
 	}
-	if e.spaces[s.ns].mixed {
-		if p := e.table.Parent(id); e.alive(p) {
-			if c := &e.slots[p.Entry].children; *c < maxChildren {
-				*c--
-			}
+	if p := e.table.Parent(id); e.alive(p) {
+		if c := &e.slots[p.Entry].children; *c < maxChildren {
+			*c--
 		}
+	}
+	if a := e.spaces[s.ns].account; a != nil {
+		_, _, _, n := e.table.Place(id)
+		a.used -= uint64(n)
 	}
 	e.table.SetState(id, meta.Free)
 	e.spaces[s.ns].keys--
@@ -259,9 +270,9 @@ func (e *Engine) alive(r block.Ref) bool {
 	return r.Entry < uint32(len(e.slots)) && e.slots[r.Entry].gen == r.Gen && e.slots[r.Entry].state != meta.Free
 }
 
-// countChild counts a record of a namespace as a child of the one that it continues.
-func (e *Engine) countChild(ns *namespace, parent block.Ref) {
-	if ns.mixed && e.alive(parent) {
+// countChild counts a record as a child of the one that it continues.
+func (e *Engine) countChild(parent block.Ref) {
+	if e.alive(parent) {
 		if c := &e.slots[parent.Entry].children; *c < maxChildren {
 			*c++
 		}

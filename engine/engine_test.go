@@ -92,8 +92,13 @@ func (r *rig) adopt(tb *meta.Table, alive func(int) bool) *Report {
 	return rep
 }
 
-func (r *rig) join(name string, parts ...uint32) (*Session, *Process, *Process) {
-	d := Describe("test model", slices.Clone(r.groups))
+// describe is what engines of a model say of their cache.
+func (r *rig) describe(model string) *Description {
+	return Describe(fmt.Sprintf(`{"groups":[],"identity":{"model":%q}}`, model), slices.Clone(r.groups))
+}
+
+func (r *rig) join(name, model string, parts ...uint32) (*Session, *Process, *Process) {
+	d := r.describe(model)
 	m, err := r.e.Join(Joining{Role: meta.Manager, EngineID: name, WorldSize: 1, PID: 1, Desc: d})
 	if err != nil {
 		r.t.Fatal(err)
@@ -127,7 +132,7 @@ func (r *rig) crash(alive func(int) bool) (*Engine, *Report) {
 		r.t.Fatal(err)
 	}
 	ids := r.ids
-	e, rep, err := Adopt(tb, Options{Policy: r.opts.Policy, Now: func() time.Time { return r.clock }, SessionID: func() uint64 { ids++; return ids }}, alive)
+	e, rep, err := Adopt(tb, Options{Policy: r.opts.Policy, Quotas: r.opts.Quotas, Now: func() time.Time { return r.clock }, SessionID: func() uint64 { ids++; return ids }}, alive)
 	if err != nil {
 		r.t.Fatalf("adoption: %v", err)
 	}
@@ -148,6 +153,7 @@ func TestModel(t *testing.T) {
 }
 
 type client struct {
+	model  string
 	s      *Session
 	m, w   *Process
 	mir    *mirror
@@ -163,14 +169,16 @@ type storeJob struct {
 }
 
 func model(t *rapid.T, policy string) {
-	r := newRig(t, 24, 40, Options{Policy: policy})
+	quotas := drawQuotas(t)
+	r := newRig(t, 24, 40, Options{Policy: policy, Quotas: quotas, MinIdle: rapid.SampledFrom([]time.Duration{0, 0, 30 * time.Second}).Draw(t, "min-idle")})
 	r.groups = []meta.Group{{ChunkTokens: 16}, {ChunkTokens: 16, Window: 2,
 		Kind: rapid.SampledFrom([]meta.GroupKind{meta.Full, meta.StateG, meta.Window}).Draw(t, "kind")}}
-	n := rapid.IntRange(1, 2).Draw(t, "engines")
+	n := rapid.IntRange(1, 3).Draw(t, "engines")
+	models := rapid.SliceOfN(rapid.SampledFrom([]string{"m0", "m0", "m1"}), n, n).Draw(t, "models")
 	var cs []*client
 	enter := func(i int) *client {
-		c := &client{loads: map[uint64][]block.Ref{}, stores: map[uint64]storeJob{}, reqs: map[uint64]bool{}}
-		c.s, c.m, c.w = r.join(fmt.Sprint("engine", i), 5000, 9000)
+		c := &client{model: models[i], loads: map[uint64][]block.Ref{}, stores: map[uint64]storeJob{}, reqs: map[uint64]bool{}}
+		c.s, c.m, c.w = r.join(fmt.Sprint("engine", i), c.model, 5000, 9000)
 		c.mir = r.attach(c.s, nil)
 		return c
 	}
@@ -180,10 +188,13 @@ func model(t *rapid.T, policy string) {
 	next := uint64(0)
 	// content maps a page to the key and generation whose bytes it holds, as the engines wrote them.
 	owner := map[uint32]block.Ref{}
+	caps, uses := &quotaWatch{r: r}, &useWatch{r: r, by: map[block.Ref]map[any]bool{}, unsure: map[*request]bool{}}
 	check := func() {
 		if err := r.e.Audit(); err != nil {
 			t.Fatal(err)
 		}
+		caps.check()
+		uses.sweep()
 		for _, c := range cs {
 			for k, ref := range c.mir.keys {
 				if s := &r.e.slots[ref.Entry]; s.gen != ref.Gen || s.state == meta.Free || s.state == meta.Reserved {
@@ -227,8 +238,15 @@ func model(t *rapid.T, policy string) {
 				}
 			}
 			var out Reply
+			verify := caps.reserving(c.s, offers)
 			if err := r.e.Reserve(c.s, next, req, offers, &out); err != nil {
 				t.Fatal(err)
+			}
+			verify(&out)
+			for _, sl := range out.Slots {
+				if sl.Outcome == Accepted || sl.Outcome == Present {
+					uses.note(c.s.requests[req], sl.Ref)
+				}
 			}
 			c.reqs[req] = true
 			c.mir.apply() // what stands before the reply in the stream
@@ -314,6 +332,7 @@ func model(t *rapid.T, policy string) {
 					}
 				}
 			}
+			uses.note(c.s.requests[req], refs...)
 			c.reqs[req] = true
 			c.loads[next] = refs
 		},
@@ -330,7 +349,11 @@ func model(t *rapid.T, policy string) {
 		"finish": func(t *rapid.T) {
 			c := pick(t)
 			for req := range c.reqs {
-				r.e.Finish(c.s, Finished{Request: req, PromptTokens: 10, HitTokens: 5})
+				hint := Hint(rapid.IntRange(0, int(Closed)+1).Draw(t, "hint"))
+				r.clock = r.clock.Add(time.Duration(rapid.SampledFrom([]int{0, 1, 31_000, 61_000}).Draw(t, "ms")) * time.Millisecond)
+				verify := uses.finishing(c.s.requests[req], hint)
+				r.e.Finish(c.s, Finished{Request: req, PromptTokens: 10, HitTokens: 5, Hint: hint})
+				verify()
 				delete(c.reqs, req)
 				return
 			}
@@ -344,7 +367,9 @@ func model(t *rapid.T, policy string) {
 				}
 			}
 			r.clock = r.clock.Add(time.Second)
-			if err := r.e.Touch(c.s, uint64(rapid.IntRange(1, 5).Draw(t, "request")), refs); err != nil {
+			req := uint64(rapid.IntRange(1, 5).Draw(t, "request"))
+			uses.touching(c.s.requests[req], refs)
+			if err := r.e.Touch(c.s, req, refs); err != nil {
 				t.Fatal(err)
 			}
 		},
@@ -387,6 +412,7 @@ func model(t *rapid.T, policy string) {
 			r.e.Detach(c.s, c.mir)
 			check()
 			c.mir.apply() // what was read before the end of the stream
+			uses.forget()
 			reconnect(r, c)
 		},
 		"daemon dies": func(t *rapid.T) {
@@ -401,6 +427,8 @@ func model(t *rapid.T, policy string) {
 			for _, c := range cs {
 				alive[c.m.slot], alive[c.w.slot] = true, true
 			}
+			r.opts.Quotas = drawQuotas(t)
+			uses.forget()
 			r.adopt(tb, func(slot int) bool { return alive[slot] })
 			if err := r.e.Audit(); err != nil {
 				t.Fatal(err)
@@ -414,7 +442,7 @@ func model(t *rapid.T, policy string) {
 				c.mir.keys = map[block.Key]block.Ref{}
 			}
 			for _, c := range cs {
-				d := Describe("test model", slices.Clone(r.groups))
+				d := r.describe(c.model)
 				if _, err := r.e.Join(Joining{Role: meta.Manager, EngineID: c.s.engineID, WorldSize: 1, PID: 1, Session: c.s.id, Desc: d}); err != nil {
 					t.Fatal(err)
 				}

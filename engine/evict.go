@@ -39,6 +39,7 @@ func (e *Engine) leaveReady(id uint32, victim bool) uint32 {
 	e.unindex(id, n)
 	if sl := &e.slots[id]; sl.holds == 0 {
 		e.idle[sl.class] -= uint64(pg)
+		e.delist(id)
 		if victim {
 			e.orderOf(id).Evict(id)
 		} else {
@@ -79,7 +80,11 @@ func (e *Engine) walk(f func(id uint32) bool) {
 func (e *Engine) announce(id uint32, to meta.State) {
 	ns := e.spaces[e.slots[id].ns]
 	ref := block.Ref{Entry: id, Gen: e.slots[id].gen}
-	e.pending += uint64(e.leaveReady(id, to == meta.Evicting))
+	pages := uint64(e.leaveReady(id, to == meta.Evicting))
+	e.pending += pages
+	if ns.account != nil {
+		ns.account.pending += pages
+	}
 	e.table.SetState(id, to)
 	e.slots[id].state = to
 	e.epoch++
@@ -147,6 +152,7 @@ func (e *Engine) settle() {
 		e.settleNamespace(ns)
 		if abandoned && ns.keys == 0 {
 			e.table.DropNamespace(i)
+			e.closeAccount(ns)
 			e.spaces[i] = nil
 		}
 	}
@@ -196,6 +202,9 @@ func (e *Engine) release(ns *namespace, upTo uint64) {
 func (e *Engine) finishRemoval(id uint32) {
 	_, _, _, pg := e.table.Place(id)
 	e.pending -= uint64(pg)
+	if a := e.spaces[e.slots[id].ns].account; a != nil {
+		a.pending -= uint64(pg)
+	}
 	e.free(id)
 }
 
@@ -228,12 +237,18 @@ func (e *Engine) evictAhead(s *Session, out *Reply) {
 	if e.unknown > 0 || e.draining {
 		return
 	}
-	want := uint64(float64(e.pages.Len()) * e.opts.EvictAhead)
+	want, refused := uint64(float64(e.pages.Len())*e.opts.EvictAhead), uint64(0)
 	for i, sl := range out.Slots {
 		if sl.Outcome == Refused {
-			want += uint64(s.ns.groups[0].pages) * uint64(len(out.Slots)-i)
+			refused = uint64(s.ns.groups[0].pages) * uint64(len(out.Slots)-i)
 			break
 		}
+	}
+	if out.Reason == OverQuota { // others are not to make room for it
+		e.evictOwnAhead(s, refused)
+	} else {
+		e.evictOwnAhead(s, 0)
+		want += refused
 	}
 	// Every pass looks for victims that a reply could not take; the others are taken when they are needed.
 	for uint64(e.pages.Free())+e.pending < want {

@@ -7,6 +7,7 @@ import (
 
 	"kvlift/block"
 	"kvlift/meta"
+	"kvlift/policy"
 	"kvlift/restore"
 )
 
@@ -19,6 +20,7 @@ type request struct {
 	entries  []block.Ref // held, in the order in which they came; one may stand twice, or be gone by a reset
 	jobs     int         // open
 	finished bool
+	hint     Hint        // once it has finished
 	tails    []block.Ref // the deepest entry of each group so far: the parent of the next
 }
 
@@ -62,6 +64,7 @@ func (e *Engine) request(s *Session, id uint64) (*request, error) {
 // take holds an entry for a request, stamps it and remembers it as the parent of the next one.
 func (e *Engine) take(r *request, ns *namespace, id uint32, group uint16) {
 	ref := block.Ref{Entry: id, Gen: e.slots[id].gen}
+	e.noteShared(id, r.tick)
 	e.hold(id)
 	e.table.SetTick(id, r.tick)
 	r.entries = append(r.entries, ref)
@@ -87,6 +90,7 @@ type Finished struct {
 	Request      uint64
 	PromptTokens uint32 // looked up; 0 when the engine does not say
 	HitTokens    uint32 // of these, served by the tier
+	Hint         Hint   // of what comes next
 }
 
 // Finish ends a request: its entries become evictable once its last job has ended.
@@ -98,7 +102,7 @@ func (e *Engine) Finish(s *Session, f Finished) {
 	if r == nil {
 		return
 	}
-	r.finished = true
+	r.finished, r.hint = true, f.Hint
 	e.closeRequest(s, r)
 }
 
@@ -111,20 +115,25 @@ func (e *Engine) closeRequest(s *Session, r *request) {
 		delete(s.requests, r.id)
 	}
 	s.open -= len(r.entries)
-	e.letGo(r.entries, e.worth(r, false))
+	e.letGoBy(r.hint, r.entries, e.worth(r, false))
 	r.entries = nil
 }
 
 // letGo gives held entries back together, under one stamp; class may be nil when all are needed. refs is reordered.
 func (e *Engine) letGo(refs []block.Ref, class map[block.Ref]restore.Class) {
-	tick := e.nextTick()
+	e.letGoTo(refs, class, policy.Recent)
+}
+
+// letGoTo is letGo as of the time that a lane stands for.
+func (e *Engine) letGoTo(refs []block.Ref, class map[block.Ref]restore.Class, lane policy.Lane) {
+	tick := e.tickIn(lane)
 	e.sortColdFirst(refs)
 	for _, ref := range refs {
 		if s := &e.slots[ref.Entry]; s.gen == ref.Gen && s.state != meta.Free {
 			if s.state == meta.Ready {
 				e.table.SetTick(ref.Entry, tick)
 			}
-			e.unhold(ref.Entry, class[ref])
+			e.unhold(ref.Entry, class[ref], lane)
 		}
 	}
 }
@@ -359,8 +368,10 @@ func (e *Engine) Touch(s *Session, req uint64, refs []block.Ref) error {
 		mine = append(mine, ref)
 	}
 	if r != nil && !r.finished {
+		old := r.tick
 		r.tick = e.nextTick()
 		for _, ref := range mine {
+			e.noteShared(ref.Entry, old)
 			if id := ref.Entry; e.slots[id].holds == 0 {
 				_, g, _, _ := e.table.Place(id)
 				e.take(r, s.ns, id, g)
@@ -374,6 +385,7 @@ func (e *Engine) Touch(s *Session, req uint64, refs []block.Ref) error {
 	held := mine[:0]
 	for _, ref := range mine {
 		if e.slots[ref.Entry].holds < 1<<15 { // it may stand in the list more than once
+			e.noteShared(ref.Entry, 0)
 			e.hold(ref.Entry)
 			e.order.Use(ref.Entry)
 			held = append(held, ref)

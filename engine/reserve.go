@@ -30,6 +30,7 @@ const (
 	NoRecords               // no record or overflow record is free
 	TooBig                  // the payload is larger than the arena
 	Draining                // the daemon is shutting down
+	OverQuota               // the namespace is at its quota, and nothing of its own may go
 	lastReason
 )
 
@@ -37,7 +38,7 @@ func (r Reason) String() string {
 	if r >= lastReason {
 		return fmt.Sprintf("reason %d", uint8(r))
 	}
-	return [...]string{"fits", "no-room", "too-young", "waiting", "no-records", "too-big", "draining"}[r]
+	return [...]string{"fits", "no-room", "too-young", "waiting", "no-records", "too-big", "draining", "quota"}[r]
 }
 
 // Slot is the answer for one offered key.
@@ -91,6 +92,7 @@ func (e *Engine) Reserve(s *Session, id, req uint64, offers []block.Offer, out *
 		e.hashes = append(e.hashes, h)
 		e.warmed += e.index.Touch(h)
 	}
+	e.shrink(s, out)
 	for i := range offers {
 		out.Slots = append(out.Slots, e.offer(s, r, j, &offers[i], e.hashes[i], out))
 	}
@@ -100,6 +102,9 @@ func (e *Engine) Reserve(s *Session, id, req uint64, offers []block.Offer, out *
 	}
 	if out.Reason != Fits {
 		e.counters.Refused[out.Reason]++
+		if out.Reason == OverQuota {
+			s.ns.account.refused++
+		}
 	}
 	e.evictAhead(s, out)
 	return nil
@@ -147,7 +152,10 @@ func (e *Engine) offer(s *Session, r *request, j *job, o *block.Offer, h uint64,
 		Key: o.Key, Payload: g.payload, Pages: g.pages, Extents: xs}, over)
 	e.slots[id] = slot{gen: gen, ns: ns.index, state: meta.Reserved, holds: 1}
 	ns.keys++
-	e.countChild(ns, parent)
+	if ns.account != nil {
+		ns.account.used += uint64(g.pages)
+	}
+	e.countChild(parent)
 	e.index.Put(h, id)
 	e.order.Add(id, h, g.pages)
 	ref := block.Ref{Entry: id, Gen: gen}
@@ -168,6 +176,11 @@ func (e *Engine) makeRoom(s *Session, q *request, h uint64, g *groupState, out *
 		return TooBig, false
 	}
 	e.order.Offer(h, g.pages)
+	if e.atQuota(s, g.pages) {
+		if r, handedOver = e.makeOwnRoom(s, q, g.pages, out); r != Fits || handedOver {
+			return r, handedOver
+		}
+	}
 	if e.pages.Free() >= g.pages && len(e.freeEntries) > 0 {
 		return Fits, false
 	}

@@ -22,6 +22,8 @@ type shelf struct {
 	clock  time.Time
 	groups []meta.Group
 	wide   uint32 // pages of the first group's chunks, 0 one
+	opts   Options
+	reason Reason // of the last store
 }
 
 func newShelf(t *testing.T, pages uint32, groups ...meta.Group) *shelf {
@@ -42,35 +44,44 @@ func newWideShelf(t *testing.T, pages, wide uint32, groups ...meta.Group) *shelf
 
 func (s *shelf) open(tb *meta.Table) {
 	ids := uint64(0)
-	e, _, err := Adopt(tb, Options{Now: func() time.Time { return s.clock }, SessionID: func() uint64 { ids++; return ids }}, func(int) bool { return false })
+	o := s.opts
+	o.Now, o.SessionID = func() time.Time { return s.clock }, func() uint64 { ids++; return ids }
+	e, _, err := Adopt(tb, o, func(int) bool { return false })
 	if err != nil {
 		s.t.Fatal(err)
 	}
 	s.e = e
-	d := Describe("shelf", s.groups)
+	s.s = s.enter("shelf", "shelf", nobody{})
+}
+
+// enter attaches an engine that describes its cache with a text.
+func (s *shelf) enter(id, text string, sink Sink) *Session {
+	s.t.Helper()
+	e, d := s.e, Describe(text, s.groups)
 	parts := make([]uint32, len(s.groups))
 	for i := range parts {
 		parts[i] = 4096
 	}
 	parts[0] *= max(s.wide, 1)
-	m, err := e.Join(Joining{Role: meta.Manager, EngineID: "shelf", WorldSize: 1, Desc: d})
+	m, err := e.Join(Joining{Role: meta.Manager, EngineID: id, WorldSize: 1, Desc: d})
 	if err != nil {
 		s.t.Fatal(err)
 	}
-	w, err := e.Join(Joining{Role: meta.Worker, EngineID: "shelf", WorldSize: 1, Desc: d, Parts: parts})
+	w, err := e.Join(Joining{Role: meta.Worker, EngineID: id, WorldSize: 1, Desc: d, Parts: parts})
 	if err != nil {
 		s.t.Fatal(err)
 	}
 	e.Mapped(w)
-	if _, err := e.Ready(m.Session(), nobody{}, nil); err != nil {
+	if _, err := e.Ready(m.Session(), sink, nil); err != nil {
 		s.t.Fatal(err)
 	}
-	s.s = m.Session()
+	return m.Session()
 }
 
 // restart is what a next daemon makes of the file.
 func (s *shelf) restart() {
-	tb, err := meta.Open(slices.Clone(s.file))
+	s.file = slices.Clone(s.file)
+	tb, err := meta.Open(s.file)
 	if err != nil {
 		s.t.Fatal(err)
 	}
@@ -89,19 +100,23 @@ func (c chunk) key() block.Key {
 	return k
 }
 
-// store offers chunks in one batch, commits what is accepted and returns how many that were.
-func (s *shelf) store(req uint64, chunks ...chunk) int {
-	s.t.Helper()
-	var offers []block.Offer
+func offersOf(chunks ...chunk) (offers []block.Offer) {
 	for _, c := range chunks {
 		offers = append(offers, block.Offer{Key: c.key(), Group: c.group, Position: c.end})
 	}
+	return offers
+}
+
+// store offers chunks in one batch, commits what is accepted and returns how many that were.
+func (s *shelf) store(req uint64, chunks ...chunk) int {
+	s.t.Helper()
 	s.job++
 	var out Reply
-	if err := s.e.Reserve(s.s, s.job, req, offers, &out); err != nil {
+	if err := s.e.Reserve(s.s, s.job, req, offersOf(chunks...), &out); err != nil {
 		s.t.Fatal(err)
 	}
 	n := 0
+	s.reason = out.Reason
 	for _, sl := range out.Slots {
 		if sl.Outcome == Accepted {
 			n++
@@ -116,10 +131,13 @@ func (s *shelf) store(req uint64, chunks ...chunk) int {
 	return n
 }
 
-func (s *shelf) finish(req uint64) {
+func (s *shelf) finish(req uint64) { s.finishAs(req, NoHint) }
+
+// finishAs ends a request a second later, with a hint.
+func (s *shelf) finishAs(req uint64, h Hint) {
 	s.t.Helper()
 	s.clock = s.clock.Add(time.Second)
-	s.e.Finish(s.s, Finished{Request: req})
+	s.e.Finish(s.s, Finished{Request: req, Hint: h})
 	s.audit()
 }
 

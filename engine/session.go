@@ -286,6 +286,9 @@ func (e *Engine) Ready(s *Session, sink Sink, r *Resume) (*Registration, error) 
 	}
 	s.state, s.sink, s.acked = Attached, sink, e.epoch
 	e.settle()
+	if s.desc != nil {
+		e.nameAccount(s.ns.account, s.desc.Text)
+	}
 	reg := &Registration{Epoch: e.epoch}
 	for _, g := range s.ns.groups {
 		reg.Payload = append(reg.Payload, g.payload)
@@ -339,6 +342,7 @@ func (e *Engine) makeNamespace(n *meta.Namespace) (*namespace, error) {
 			return nil, ErrNamespaces
 		}
 		e.table.DropNamespace(at)
+		e.closeAccount(e.spaces[at])
 		e.spaces[at] = nil
 	}
 	if err := e.table.PutNamespace(at, n); err != nil {
@@ -346,6 +350,7 @@ func (e *Engine) makeNamespace(n *meta.Namespace) (*namespace, error) {
 	}
 	ns := newNamespace(uint16(at), *n)
 	e.spaces[at] = ns
+	e.openAccount(ns)
 	return ns, nil
 }
 
@@ -469,7 +474,8 @@ func (e *Engine) Reset(s *Session, random [32]byte) error {
 	old := s.ns
 	if !old.Private { // a private generation has no other session: it is emptied and goes on
 		n := old.Namespace
-		n.Private, n.ID = true, sha256.Sum256(append(old.ID[:], random[:]...))
+		n.Private = true
+		copy(n.ID[16:], random[:]) // the other half says where it comes from, and so whose quota it has
 		ns, err := e.makeNamespace(&n)
 		if err != nil {
 			return err

@@ -24,7 +24,9 @@ func (c Cause) String() string { return [...]string{"store", "ahead", "reset", "
 func Causes() []Cause { return []Cause{ByStore, Ahead, ByReset, ByEnd} }
 
 // Reasons lists the reasons for which a batch may be cut.
-func Reasons() []Reason { return []Reason{NoRoom, TooYoung, Waiting, NoRecords, TooBig, Draining} }
+func Reasons() []Reason {
+	return []Reason{NoRoom, TooYoung, Waiting, NoRecords, TooBig, Draining, OverQuota}
+}
 
 // Counters only grow while the daemon lives.
 type Counters struct {
@@ -87,6 +89,15 @@ type NamespaceStatus struct {
 	Description string
 	Sessions    int
 	Groups      []GroupStatus
+	Quota       *QuotaStatus // nil when it has none
+}
+
+// QuotaStatus is what counts against a namespace's quota: its own pages and those of private generations that resets made
+// of it, which show the same.
+type QuotaStatus struct {
+	Pages     uint64
+	UsedPages uint64 // of records that are not free
+	Refused   uint64 // batches
 }
 
 // GroupStatus is the residency of one group.
@@ -151,6 +162,9 @@ func (e *Engine) snapshotStatus() (Status, [meta.MaxNamespaces]int) {
 			n.Groups = append(n.Groups, GroupStatus{Kind: ns.Groups[g].Kind, ChunkTokens: ns.Groups[g].ChunkTokens, PayloadBytes: v.payload,
 				Keys: v.keys, Tokens: v.keys * uint64(ns.Groups[g].ChunkTokens), Bytes: v.keys * uint64(v.pages) * 4096, OldestMS: -1})
 		}
+		if a := ns.account; a != nil && a.limit != noLimit {
+			n.Quota = &QuotaStatus{Pages: a.limit, UsedPages: a.used, Refused: a.refused}
+		}
 		st.Namespaces = append(st.Namespaces, n)
 	}
 	for _, s := range e.sessions {
@@ -185,7 +199,11 @@ func (e *Engine) ages(lo, hi int, st *Status, index *[meta.MaxNamespaces]int) {
 		if at < 0 || int(g) >= len(st.Namespaces[at].Groups) {
 			continue
 		}
+		tick := e.table.Tick(uint32(id))
+		if tick < closedTicks { // when it was used is not known any more
+			continue
+		}
 		v := &st.Namespaces[at].Groups[g]
-		v.OldestMS = max(v.OldestMS, now-int64(e.table.Tick(uint32(id))>>tickShift), 0)
+		v.OldestMS = max(v.OldestMS, now-int64(tick>>tickShift), 0)
 	}
 }
