@@ -158,7 +158,7 @@ func families() []family {
 	counter("loaded_keys_total", "Keys pinned for a load.", func(r *reading) uint64 { return r.Counters.LoadedKeys })
 	counter("aborted_keys_total", "Keys reserved for a store that ended without a payload.", func(r *reading) uint64 { return r.Counters.AbortedKeys })
 	counter("refused_keys_total", "Keys that were offered and not taken.", func(r *reading) uint64 { return r.Counters.RefusedKeys })
-	tally("refused_batches_total", "Batches of which the rest was refused, by reason: no-room, too-young, waiting, no-records, too-big or draining.", "reason",
+	tally("refused_batches_total", "Batches of which the rest was refused, by reason: no-room, too-young, waiting, no-records, too-big, draining or quota.", "reason",
 		func(r *reading) map[string]uint64 { return r.Counters.RefusedBatches })
 	tally("evicted_keys_total", "Keys removed, by cause: store (in the reply to a store), ahead (announced before room was needed), reset, or end (a private namespace lost its session).", "cause",
 		func(r *reading) map[string]uint64 { return r.Counters.EvictedKeys })
@@ -169,6 +169,19 @@ func families() []family {
 				emit(float64(r.Namespaces[i].Sessions), strconv.Itoa(r.Namespaces[i].Index))
 			}
 		})
+	quota := func(kind prometheus.ValueType, name, help string, v func(*status.Quota) uint64) {
+		add(kind, name, help, []string{"namespace"}, func(r *reading, emit emit) {
+			for i := range r.Namespaces[:min(len(r.Namespaces), maxNamespaces)] {
+				if q := r.Namespaces[i].Quota; q != nil {
+					emit(float64(v(q)), strconv.Itoa(r.Namespaces[i].Index))
+				}
+			}
+		})
+	}
+	quota(prometheus.GaugeValue, "namespace_quota_bytes", "Pages that the namespace may hold; missing without a quota, as are the two below.", func(q *status.Quota) uint64 { return q.Bytes })
+	quota(prometheus.GaugeValue, "namespace_quota_used_bytes", "Pages that count against the quota: stored, being stored, and removed but not reusable yet. A private namespace shows those of the one that it came from.",
+		func(q *status.Quota) uint64 { return q.UsedBytes })
+	quota(prometheus.CounterValue, "namespace_quota_refused_batches_total", "Batches of which the rest was refused for the quota's sake.", func(q *status.Quota) uint64 { return q.RefusedBatches })
 	group("group_keys", "Stored keys of the group.", func(g *status.Group) (float64, bool) { return float64(g.Keys), true })
 	group("group_tokens", "Stored tokens of the group: keys by tokens of a chunk.", func(g *status.Group) (float64, bool) { return float64(g.Tokens), true })
 	group("group_bytes", "Pages that hold the group's keys.", func(g *status.Group) (float64, bool) { return float64(g.Bytes), true })

@@ -3,7 +3,6 @@ package status
 import (
 	"cmp"
 	"encoding/hex"
-	"encoding/json"
 	"fmt"
 	"slices"
 	"strings"
@@ -135,6 +134,9 @@ func counters(c *engine.Counters) Counters {
 
 func namespace(n *engine.NamespaceStatus) Namespace {
 	out := Namespace{Index: n.Index, ID: hex.EncodeToString(n.ID[:]), Private: n.Private, Model: model(n.Description), Sessions: n.Sessions, Groups: []Group{}}
+	if q := n.Quota; q != nil {
+		out.Quota = &Quota{Bytes: q.Pages * pageBytes, UsedBytes: q.UsedPages * pageBytes, RefusedBatches: q.Refused}
+	}
 	for g := range n.Groups {
 		v := &n.Groups[g]
 		w := Group{Index: g, Kind: v.Kind.String(), ChunkTokens: v.ChunkTokens, PayloadBytes: v.PayloadBytes, Keys: v.Keys, Tokens: v.Tokens, Bytes: v.Bytes}
@@ -147,45 +149,13 @@ func namespace(n *engine.NamespaceStatus) Namespace {
 	return out
 }
 
-// model finds identity.model in a canonical description. A long description was cut by the meta file and is not whole
-// JSON any more, so it is read token by token, as far as the model.
+// model is what a description names, short enough for a document.
 func model(description string) string {
-	d := json.NewDecoder(strings.NewReader(description))
-	d.UseNumber()
-	if !enter(d, "identity") || !enter(d, "model") {
-		return ""
-	}
-	t, err := d.Token()
-	if err != nil {
-		return ""
-	}
-	s, _ := t.(string)
+	s := engine.Model(description)
 	if len(s) > maxModel {
 		s = strings.ToValidUTF8(s[:maxModel], "") // the cut may have hit a character
 	}
 	return s
-}
-
-// enter reads the object that comes next up to the value of a member. It returns false when there is no object, or none
-// with this member.
-func enter(d *json.Decoder, member string) bool {
-	if t, err := d.Token(); err != nil || t != json.Delim('{') {
-		return false
-	}
-	for d.More() {
-		t, err := d.Token()
-		if err != nil {
-			return false
-		}
-		if t == member {
-			return true
-		}
-		var skipped json.RawMessage
-		if err := d.Decode(&skipped); err != nil {
-			return false
-		}
-	}
-	return false
 }
 
 func session(s *engine.SessionStatus, now time.Time) Engine {

@@ -131,7 +131,15 @@ type Namespace struct {
 	Private  bool    `json:"private"`
 	Model    string  `json:"model"` // as an engine named it, any text up to 255 bytes; empty when it did not
 	Sessions int     `json:"sessions"`
+	Quota    *Quota  `json:"quota"` // null without one
 	Groups   []Group `json:"groups"`
+}
+
+// Quota is the cap of a namespace. A private one and the namespace that it came from count together and show the same.
+type Quota struct {
+	Bytes          uint64 `json:"bytes"`           // that it may hold
+	UsedBytes      uint64 `json:"used_bytes"`      // pages of all its keys: stored, being stored, and removed but not reusable yet
+	RefusedBatches uint64 `json:"refused_batches"` // of which the rest was refused for its sake; from the daemon's start
 }
 
 // Group is what is stored of one KV-cache group.

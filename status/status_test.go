@@ -52,11 +52,12 @@ func testStatus() engine.Status {
 		PendingPages: 65_000, Records: 1 << 20, FreeRecords: 1<<20 - 45_000, ReadyKeys: 44_000, ReservedKeys: 200, Epoch: 99, Unresolved: 1}
 	c := &st.Counters
 	c.Stored, c.StoredBytes, c.Loads, c.Aborted, c.RefusedKeys = 101_234, 150<<30, 88_000, 7, 35
-	c.Refused[engine.TooYoung], c.Refused[engine.Waiting] = 2, 9
+	c.Refused[engine.TooYoung], c.Refused[engine.Waiting], c.Refused[engine.OverQuota] = 2, 9, 4
 	c.Evicted[engine.ByStore], c.Evicted[engine.Ahead] = 50_000, 7_000
 	c.Requests, c.PromptTokens, c.HitTokens = 812, 20_135_790, 12_345_678
 	st.Namespaces = []engine.NamespaceStatus{
 		{ID: [32]byte{0xab, 1}, Description: `{"groups":[{"kind":"full"}],"identity":{"dtype":"bf16","model":"Qwen/Qwen3.8-27B-Instruct","tp":2}}`, Sessions: 2,
+			Quota: &engine.QuotaStatus{Pages: 16 << 18, UsedPages: 16<<18 - 1000, Refused: 4},
 			Groups: []engine.GroupStatus{
 				{Kind: meta.Full, ChunkTokens: 832, PayloadBytes: 14_600_000, Keys: 4_000, Tokens: 3_328_000, Bytes: 4_000 * 14_602_240, OldestMS: 7_260_000},
 				{Kind: meta.StateG, ChunkTokens: 832, PayloadBytes: 1_000_000, Keys: 900, Tokens: 748_800, Bytes: 900 * 1_003_520, OldestMS: 90_500},

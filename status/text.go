@@ -181,6 +181,12 @@ func (n *Namespace) title() []string {
 	if n.Private {
 		parts = append(parts, "private since a reset")
 	}
+	if q := n.Quota; q != nil {
+		parts = append(parts, size(q.UsedBytes)+" of a quota of "+size(q.Bytes)+" used")
+		if q.RefusedBatches > 0 {
+			parts = append(parts, plural(q.RefusedBatches, "batch")+" refused for it")
+		}
+	}
 	return parts
 }
 
