@@ -12,6 +12,7 @@ import (
 	"kvlift/block"
 	"kvlift/client"
 	"kvlift/trace"
+	"kvlift/wire"
 )
 
 const draining = 6 // the reason of a refusal; engine.Draining
@@ -81,7 +82,7 @@ func drains(t *testing.T, d *bench.Daemon, e *client.Engine) (stopped chan error
 			t.Fatalf("refused for reason %d", r.Reason)
 		}
 		e.Abort(r.Job)
-		e.Finish(uint64(n), 0, 0)
+		e.Finish(uint64(n), 0, 0, wire.NoHint)
 	}
 }
 

@@ -17,6 +17,7 @@ import (
 	"kvlift/block"
 	"kvlift/client"
 	"kvlift/trace"
+	"kvlift/wire"
 )
 
 // Spread is a figure over several runs.
@@ -85,7 +86,7 @@ func (s *storer) run(from, n int) (float64, error) {
 			}
 			s.e.Commit(s.resv.Job)
 		}
-		s.e.Finish(s.request, 0, 0)
+		s.e.Finish(s.request, 0, 0, wire.NoHint)
 	}
 	if err := s.e.Sync(30 * time.Second); err != nil {
 		return 0, err

@@ -162,7 +162,7 @@ func (p *Replayer) Request(req *trace.Request) error {
 	if err := p.storeRest(m); err != nil {
 		return err
 	}
-	p.e.Finish(p.request, req.InputTokens, hit)
+	p.e.Finish(p.request, req.InputTokens, hit, wire.NoHint)
 	p.e.StepEnd()
 	return nil
 }

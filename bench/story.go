@@ -186,7 +186,7 @@ func (s *Story) ask(e *client.Engine, request uint64, doc int) (StoryVisit, erro
 	if err := e.Sync(30 * time.Second); err != nil {
 		return v, err
 	}
-	e.Finish(request, s.Tokens, b)
+	e.Finish(request, s.Tokens, b, wire.NoHint)
 	e.StepEnd()
 	return v, nil
 }

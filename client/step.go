@@ -120,12 +120,12 @@ func (e *Engine) Begin(request uint64, clockMS int64) {
 	})
 }
 
-// Finish ends a request and says how much of its prompt was served.
-func (e *Engine) Finish(request uint64, prompt, hit uint32) {
+// Finish ends a request and says how much of its prompt was served, and what is known of the conversation's next one.
+func (e *Engine) Finish(request uint64, prompt, hit uint32, hint wire.Hint) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.post(wire.TFinish, func(b []byte) []byte {
-		return wire.AppendFinish(b, &wire.Finish{Request: request, PromptTokens: prompt, HitTokens: hit})
+		return wire.AppendFinish(b, &wire.Finish{Request: request, PromptTokens: prompt, HitTokens: hit, Hint: hint})
 	})
 }
 

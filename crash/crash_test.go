@@ -17,6 +17,7 @@ import (
 	"kvlift/bench"
 	"kvlift/block"
 	"kvlift/client"
+	"kvlift/wire"
 )
 
 var (
@@ -235,7 +236,7 @@ func compare(t *testing.T, e *client.Engine, keys map[block.Key]block.Ref) int {
 			n++
 		}
 		e.CompleteLoad(job)
-		e.Finish(request, 0, 0)
+		e.Finish(request, 0, 0, wire.NoHint)
 		e.StepEnd()
 		batch = batch[:0]
 	}

@@ -147,7 +147,7 @@ func request(e *client.Engine, id, doc uint64, n int, rng *rand.Rand) (int, erro
 			return hits, err
 		}
 	}
-	e.Finish(id, uint32(n*16), uint32(hits*16))
+	e.Finish(id, uint32(n*16), uint32(hits*16), wire.NoHint)
 	e.StepEnd()
 	return hits, nil
 }

@@ -13,6 +13,7 @@ import (
 	"kvlift/block"
 	"kvlift/client"
 	"kvlift/engine"
+	"kvlift/wire"
 )
 
 // copies looks keys up until the first miss.
@@ -80,7 +81,7 @@ func fill(t *testing.T, e *client.Engine, n int) {
 		t.Fatalf("%d of %d accepted", got, n)
 	}
 	sync5(t, e)
-	e.Finish(1, 0, 0)
+	e.Finish(1, 0, 0, wire.NoHint)
 	e.StepEnd()
 }
 

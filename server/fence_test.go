@@ -6,6 +6,7 @@ import (
 
 	"kvlift/client"
 	"kvlift/engine"
+	"kvlift/wire"
 )
 
 // pair is two engines on one namespace with a full arena: a works, b is up to date and then says nothing more.
@@ -27,7 +28,7 @@ func press(t *testing.T, a *client.Engine, from int) (n int) {
 		r := reserve(t, a, req, from, 4)
 		write(a, from, r)
 		a.Commit(r.Job)
-		a.Finish(req, 0, 0)
+		a.Finish(req, 0, 0, wire.NoHint)
 		a.StepEnd()
 		n = len(r.Keys)
 		return n > 0
@@ -90,7 +91,7 @@ func TestOpenWindowIsNotFenced(t *testing.T) {
 		if len(r.Keys) != 0 || engine.Reason(r.Reason) != engine.Waiting {
 			t.Fatalf("%+v, reason %v", r, engine.Reason(r.Reason))
 		}
-		a.Finish(uint64(10+i), 0, 0)
+		a.Finish(uint64(10+i), 0, 0, wire.NoHint)
 		a.StepEnd()
 	}
 	eventually(t, "the daemon has tried", func() bool { return d.behind("b") > 0 })

@@ -147,7 +147,7 @@ func TestMute(t *testing.T) {
 		}
 		stored += len(r.Keys)
 		e.Commit(r.Job)
-		e.Finish(round, 0, 0)
+		e.Finish(round, 0, 0, wire.NoHint)
 		if err := e.Sync(10 * time.Second); err != nil {
 			t.Fatal(err)
 		}

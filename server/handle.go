@@ -248,7 +248,7 @@ func (c *conn) manage(h wire.Header, b []byte) error {
 		if err != nil {
 			return err
 		}
-		e.Finish(c.session, engine.Finished{Request: m.Request, PromptTokens: m.PromptTokens, HitTokens: m.HitTokens})
+		e.Finish(c.session, engine.Finished{Request: m.Request, PromptTokens: m.PromptTokens, HitTokens: m.HitTokens, Hint: engine.Hint(m.Hint)})
 		return nil
 	case wire.TReset:
 		r, err := random32()

@@ -148,7 +148,7 @@ func round(e *client.Engine, req uint64) error {
 		}
 	}
 	e.CompleteLoad(job)
-	e.Finish(req, n*16, n*16)
+	e.Finish(req, n*16, n*16, wire.NoHint)
 	e.StepEnd()
 	return nil
 }
@@ -368,7 +368,7 @@ func helpEngine() error {
 	if err := e.Sync(10 * time.Second); err != nil {
 		return err
 	}
-	e.Finish(1, 0, 0)
+	e.Finish(1, 0, 0, wire.NoHint)
 	var copies []client.Copy
 	for i := range 2 {
 		k := key(500 + i)

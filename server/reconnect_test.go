@@ -78,7 +78,7 @@ func TestReconnect(t *testing.T) {
 		t.Errorf("%d unresolved", st.Unresolved)
 	}
 	for _, q := range []uint64{3, 4, 5} {
-		a.Finish(q, 0, 0)
+		a.Finish(q, 0, 0, wire.NoHint)
 	}
 	// Now the rest may go, but for what is being loaded.
 	got := 0
@@ -91,7 +91,7 @@ func TestReconnect(t *testing.T) {
 	})
 	check(t, a, key(19), pinned)
 	a.CompleteLoad(load)
-	a.Finish(7, 0, 0)
+	a.Finish(7, 0, 0, wire.NoHint)
 	a.StepEnd()
 	eventually(t, "no job is open", func() bool { return d.eng.OpenJobs() == 0 })
 	for _, e := range []*client.Engine{a, b} { // their first daemon is gone, this one is to hear the goodbye
@@ -198,7 +198,7 @@ func TestLargeReply(t *testing.T) {
 		if n := store(t, e, uint64(at), offers(at, 4096)); n != 4096 {
 			t.Fatalf("%d of 4096 accepted", n)
 		}
-		e.Finish(uint64(at), 0, 0)
+		e.Finish(uint64(at), 0, 0, wire.NoHint)
 	}
 	sync5(t, e)
 	e.StepEnd()
@@ -218,7 +218,7 @@ func TestLargeReply(t *testing.T) {
 	if c := e.Counters(); c.Lost != 0 {
 		t.Errorf("the connection was lost: %+v", c)
 	}
-	e.Finish(1<<40, 0, 0)
+	e.Finish(1<<40, 0, 0, wire.NoHint)
 	e.StepEnd()
 	// And as many small ones as a message can offer.
 	if n := store(t, e, 1<<41, offers(0, pages)); n != pages {
@@ -446,7 +446,7 @@ func TestForgedResume(t *testing.T) {
 			sync5(t, a)
 			holds(t, a, 100)
 			holds(t, a, 101)
-			a.Finish(1, 0, 0)
+			a.Finish(1, 0, 0, wire.NoHint)
 			a.StepEnd()
 			if n := store(t, a, 2, offers(200, 32)); n != 32 {
 				t.Errorf("%d of 32 accepted: something was kept", n)

@@ -44,6 +44,8 @@ type setup struct {
 	gids   []uint32
 	state  []byte
 	fence  bool // silent engines are fenced
+	quotas []engine.Quota
+	idle   time.Duration // what was used within this time is not evicted
 }
 
 func start(t *testing.T, dir string, s setup) *daemon {
@@ -58,7 +60,7 @@ func start(t *testing.T, dir string, s setup) *daemon {
 	if s.fence {
 		stalled = make(chan struct{}, 1)
 	}
-	d.eng, d.report, err = engine.Adopt(a.Table, engine.Options{Policy: s.policy, Stalled: stalled, EvictAhead: 0.02, SessionID: func() uint64 {
+	d.eng, d.report, err = engine.Adopt(a.Table, engine.Options{Policy: s.policy, Stalled: stalled, EvictAhead: 0.02, Quotas: s.quotas, MinIdle: s.idle, SessionID: func() uint64 {
 		var b [8]byte
 		_, _ = rand.Read(b[:])
 		return binary.LittleEndian.Uint64(b[:])
@@ -171,7 +173,7 @@ func TestStoreLoad(t *testing.T) {
 	if err := e.Sync(5 * time.Second); err != nil {
 		t.Fatal(err)
 	}
-	e.Finish(1, 320, 0)
+	e.Finish(1, 320, 0, wire.NoHint)
 	e.StepEnd()
 	for i := range 20 {
 		k := key(i)
