@@ -42,6 +42,7 @@ An arena outlives its daemon: a start adopts it, whatever ended the last one. SI
 			&cli.StringFlag{Name: "policy", Value: "lru", Usage: "what goes first: " + strings.Join(policy.Names(), " or "), EnvVars: []string{"KVLIFT_POLICY"}, Category: store},
 			&cli.DurationFlag{Name: "min-idle", Value: 30 * time.Second, Usage: "a store may not evict what was used within this time; 0 turns it off", EnvVars: []string{"KVLIFT_MIN_IDLE"}, Category: store},
 			&cli.Float64Flag{Name: "evict-ahead", Value: 0.02, Usage: "share of the arena kept free when several engines share keys", EnvVars: []string{"KVLIFT_EVICT_AHEAD"}, Category: store},
+			&cli.StringSliceFlag{Name: "quota", Usage: "`[NAME=]SIZE` that a namespace may hold at most, e.g. llama=8GiB or 25%; NAME is a model or an id, without it every other namespace is meant; may be repeated", EnvVars: []string{"KVLIFT_QUOTA"}, Category: store},
 			&cli.StringSliceFlag{Name: "allow-uid", Usage: "`UID` that may connect besides root and the daemon's own; may be repeated", EnvVars: []string{"KVLIFT_ALLOW_UID"}, Category: access},
 			&cli.StringSliceFlag{Name: "allow-gid", Usage: "`GID` (effective) that may connect; may be repeated", EnvVars: []string{"KVLIFT_ALLOW_GID"}, Category: access},
 			&cli.IntFlag{Name: "max-connections", Value: 1024, Usage: "connections at a time", EnvVars: []string{"KVLIFT_MAX_CONNECTIONS"}, Category: access},
@@ -105,6 +106,9 @@ func serveOptions(c *cli.Context) (*daemon.Options, error) {
 		return nil, &usageError{fmt.Sprintf("--max-connections: 1 to %d", maxConnections), ""}
 	case o.Threads < 0 || o.Threads > 1024:
 		return nil, &usageError{"--populate-threads: 1 to 1024", ""}
+	}
+	if o.Quotas, err = parseQuotas(c.StringSlice("quota")); err != nil {
+		return nil, err
 	}
 	if o.UIDs, err = ids(c.StringSlice("allow-uid"), "--allow-uid"); err != nil {
 		return nil, err

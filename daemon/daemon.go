@@ -41,6 +41,7 @@ type Options struct {
 	Policy          string
 	MinIdle         time.Duration
 	EvictAhead      float64
+	Quotas          []engine.Quota
 	UIDs, GIDs      []uint32
 	MaxConnections  int
 	HTTP            string
@@ -130,7 +131,7 @@ func (d *daemon) serve(ctx context.Context) error {
 	d.tell(d.note.Status("adopting"))
 	start := time.Now()
 	stalled := make(chan struct{}, 1)
-	e, rep, err := engine.Adopt(d.arena.Table, engine.Options{Stalled: stalled, Policy: o.Policy, MinIdle: o.MinIdle, EvictAhead: o.EvictAhead, TraceClock: o.TraceClock,
+	e, rep, err := engine.Adopt(d.arena.Table, engine.Options{Stalled: stalled, Policy: o.Policy, MinIdle: o.MinIdle, EvictAhead: o.EvictAhead, Quotas: o.Quotas, TraceClock: o.TraceClock,
 		SessionID: sessionID, DropDamaged: o.DropDamaged}, d.arena.Held)
 	if err != nil {
 		return &arena.Error{Op: "adopt", Path: filepath.Join(o.Dir, "meta"), Err: err,
