@@ -17,6 +17,19 @@ func (s *shelf) turn(req uint64, h Hint, chunks ...chunk) {
 	s.finishAs(req, h)
 }
 
+// touch says that a request has used a stored chunk.
+func (s *shelf) touch(req uint64, c chunk) {
+	s.t.Helper()
+	k := c.key()
+	id, ok := s.e.index.Find(s.e.index.Hash(s.s.ns.index, &k), s.s.ns.index, &k)
+	if !ok {
+		s.t.Fatalf("%+v is not stored", c)
+	}
+	if err := s.e.Touch(s.s, req, []block.Ref{{Entry: id, Gen: s.e.slots[id].gen}}); err != nil {
+		s.t.Fatal(err)
+	}
+}
+
 // order names the idle chunks of a shelf in the order in which they would go, as far as they are among these.
 func (s *shelf) order(chunks ...chunk) string {
 	names := map[block.Key]string{}
@@ -127,21 +140,21 @@ func TestHints(t *testing.T) {
 		}, "a2 b2 b1 a1"},
 		{"what another request has touched meanwhile stays, and what is before it", func(s *shelf) {
 			s.store(1, onA...)
-			k := a[1].key()
-			id, _ := s.e.index.Find(s.e.index.Hash(s.s.ns.index, &k), s.s.ns.index, &k)
-			if err := s.e.Touch(s.s, 99, []block.Ref{{Entry: id, Gen: s.e.slots[id].gen}}); err != nil {
-				t.Fatal(err)
-			}
+			s.touch(99, a[1])
 			s.turn(3, NoHint, b...)
 			s.finishAs(1, Idle)
 		}, "x4 x3 b2 b1 a2 a1"},
+		{"also when the other one runs", func(s *shelf) {
+			s.store(1, onA...)
+			s.store(2, b...)
+			s.touch(2, a[1])
+			s.turn(3, NoHint, c...)
+			s.finishAs(1, Closed)
+			s.finish(2)
+		}, "x4 x3 c2 c1 a2 a1 b2 b1"},
 		{"its own touch is nobody else's", func(s *shelf) {
 			s.store(1, a...)
-			k := a[0].key()
-			id, _ := s.e.index.Find(s.e.index.Hash(s.s.ns.index, &k), s.s.ns.index, &k)
-			if err := s.e.Touch(s.s, 1, []block.Ref{{Entry: id, Gen: s.e.slots[id].gen}}); err != nil {
-				t.Fatal(err)
-			}
+			s.touch(1, a[0])
 			s.turn(3, NoHint, b...)
 			s.finishAs(1, Closed)
 		}, "a2 a1 b2 b1"},
@@ -188,5 +201,33 @@ func TestIdleMakesRoom(t *testing.T) {
 			t.Errorf("hint %d: %d of 3 were stored, then %v; want %d", v.hint, n, s.reason, v.want)
 		}
 		s.worth(0, chain("a", 0, 100, 200, 100)...)
+	}
+}
+
+// TestStampsAreUnique: requests that end as of the same millisecond, in one lane or in several, before a restart or after it,
+// keep their order, which equal stamps would mix up.
+func TestStampsAreUnique(t *testing.T) {
+	a, b := chain("a", 0, 100, 200, 100), chain("b", 0, 100, 200, 100)
+	for _, v := range []struct {
+		name  string
+		first Hint
+		then  func(s *shelf)
+		hint  Hint
+	}{
+		{"idle now, used a minute ago", NoHint, func(s *shelf) { s.clock = s.clock.Add(IdleAge - time.Second) }, Idle},
+		{"idle before and after a restart", Idle, func(s *shelf) { s.restart(); s.clock = s.clock.Add(-time.Second) }, Idle},
+		{"closed before and after a restart", Closed, func(s *shelf) { s.restart() }, Closed},
+		{"used before and after a restart", NoHint, func(s *shelf) { s.restart(); s.clock = s.clock.Add(-time.Second) }, NoHint},
+	} {
+		s := newShelf(t, 64, attention)
+		s.turn(1, v.first, a...)
+		v.then(s)
+		s.turn(2, v.hint, b...)
+		for range 2 {
+			if got, want := s.order(slices.Concat(a, b)...), "a2 a1 b2 b1"; got != want {
+				t.Errorf("%s: %s, want %s", v.name, got, want)
+			}
+			s.restart()
+		}
 	}
 }
