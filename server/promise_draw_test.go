@@ -5,6 +5,7 @@ import (
 	"math/rand/v2"
 	"slices"
 
+	"kvlift/engine"
 	"kvlift/wire"
 )
 
@@ -15,6 +16,7 @@ type draw struct {
 	groups               []wire.Group
 	policy               string
 	ahead                float64
+	quotas               []engine.Quota
 	actions              int
 	daemon               int   // how fast the daemon is
 	speed                []int // of each engine, in the order of their births
@@ -84,6 +86,9 @@ func newDraw(rng *rand.Rand, name string) draw {
 		most = max(most, n)
 	}
 	d.pages = most * (1 + rng.IntN(d.keys))
+	if rng.IntN(4) == 0 {
+		d.quotas = []engine.Quota{{Name: "*", Share: 0.3 + 0.6*rng.Float64()}}
+	}
 	for range 8 {
 		d.speed = append(d.speed, 5+rng.IntN(100))
 	}

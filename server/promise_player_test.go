@@ -372,7 +372,7 @@ func (p *player) tick() {
 
 func (p *player) nextRequest() {
 	if p.request > 0 {
-		p.e.Finish(p.request, 0, 0)
+		p.e.Finish(p.request, 0, 0, wire.Hint(p.w.rng.IntN(4)))
 	}
 	p.request++
 	p.e.Begin(p.request, 0)

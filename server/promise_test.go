@@ -17,6 +17,7 @@ import (
 	"kvlift/client"
 	"kvlift/engine"
 	"kvlift/meta"
+	"kvlift/wire"
 )
 
 var (
@@ -364,7 +365,7 @@ func (w *world) goOn(p *player, last bool) {
 	}
 	w.check()
 	if p.request > 0 {
-		p.e.Finish(p.request, 0, 0)
+		p.e.Finish(p.request, 0, 0, wire.NoHint)
 	}
 	p.stepEnd()
 }

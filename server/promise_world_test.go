@@ -307,7 +307,7 @@ func (w *world) start() {
 	}
 	w.arena = a
 	stalled := make(chan struct{}, 1)
-	w.eng, _, err = engine.Adopt(a.Table, engine.Options{Policy: w.draw.policy, Now: w.now, EvictAhead: w.draw.ahead, Stalled: stalled,
+	w.eng, _, err = engine.Adopt(a.Table, engine.Options{Policy: w.draw.policy, Now: w.now, EvictAhead: w.draw.ahead, Quotas: w.draw.quotas, Stalled: stalled,
 		SessionID: func() uint64 { w.ids++; return w.ids }}, a.Held)
 	if err != nil {
 		violated("the table is not adopted: %v", err)
