@@ -4,6 +4,7 @@ import (
 	"crypto/sha256"
 	"encoding/binary"
 	"fmt"
+	"math"
 	"slices"
 	"testing"
 	"time"
@@ -36,8 +37,11 @@ func (m *mirror) Removed(epoch uint64, ref block.Ref, key *block.Key) {
 	m.unread = append(m.unread, event{epoch: epoch, key: *key, ref: ref})
 }
 
-func (m *mirror) apply() {
-	for _, e := range m.unread {
+func (m *mirror) apply() { m.applyFirst(len(m.unread)) }
+
+// applyFirst applies what stands first in the stream, as a manager does that has not read all of it.
+func (m *mirror) applyFirst(n int) {
+	for _, e := range m.unread[:n] {
 		if e.added {
 			m.keys[e.key] = e.ref
 			continue
@@ -47,7 +51,7 @@ func (m *mirror) apply() {
 		}
 		m.applied = e.epoch
 	}
-	m.unread = nil
+	m.unread = m.unread[n:]
 }
 
 func testKey(n int) block.Key {
@@ -160,12 +164,21 @@ type client struct {
 	loads  map[uint64][]block.Ref
 	stores map[uint64]storeJob
 	reqs   map[uint64]bool
+	fence  uint64 // what its page says: it promises nothing before it has applied up to here
 }
 
 type storeJob struct {
 	keys []block.Key
 	refs []block.Ref
 	dead bool
+}
+
+// promises is what a lookup may hit.
+func (c *client) promises() map[block.Key]block.Ref {
+	if c.mir.applied < c.fence {
+		return nil
+	}
+	return c.mir.keys
 }
 
 func model(t *rapid.T, policy string) {
@@ -196,7 +209,7 @@ func model(t *rapid.T, policy string) {
 		caps.check()
 		uses.sweep()
 		for _, c := range cs {
-			for k, ref := range c.mir.keys {
+			for k, ref := range c.promises() {
 				if s := &r.e.slots[ref.Entry]; s.gen != ref.Gen || s.state == meta.Free || s.state == meta.Reserved {
 					t.Fatalf("S1: a mirror promises key %v in entry %d generation %d, the table has %v generation %d", k, ref.Entry, ref.Gen, s.state, s.gen)
 				}
@@ -211,17 +224,32 @@ func model(t *rapid.T, policy string) {
 		}
 	}
 	pick := func(t *rapid.T) *client { return cs[rapid.IntRange(0, len(cs)-1).Draw(t, "engine")] }
+	speaks := func(t *rapid.T) *client { // a message comes from it: a fence ends
+		c := pick(t)
+		if epoch := r.e.Unfence(c.s); c.fence == math.MaxUint64 {
+			c.fence = epoch
+		}
+		return c
+	}
 	t.Repeat(map[string]func(*rapid.T){
-		"":      func(t *rapid.T) { check() },
-		"apply": func(t *rapid.T) { pick(t).mir.apply() },
+		"": func(t *rapid.T) { check() },
+		"apply": func(t *rapid.T) {
+			m := pick(t).mir
+			m.applyFirst(rapid.IntRange(0, len(m.unread)).Draw(t, "messages"))
+		},
+		"fence": func(t *rapid.T) {
+			if c := pick(t); r.e.Fence(c.s) {
+				c.fence = math.MaxUint64
+			}
+		},
 		"acknowledge": func(t *rapid.T) {
-			c := pick(t)
+			c := speaks(t)
 			if err := r.e.Step(c.s, c.mir.applied); err != nil {
 				t.Fatal(err)
 			}
 		},
 		"reserve": func(t *rapid.T) {
-			c := pick(t)
+			c := speaks(t)
 			req := uint64(rapid.IntRange(1, 4).Draw(t, "request"))
 			from, count := rapid.IntRange(0, 8).Draw(t, "from"), rapid.IntRange(1, 5).Draw(t, "count")
 			next++
@@ -283,7 +311,7 @@ func model(t *rapid.T, policy string) {
 			}
 		},
 		"commit": func(t *rapid.T) {
-			c := pick(t)
+			c := speaks(t)
 			for id, j := range c.stores {
 				if !j.dead {
 					if err := r.e.Commit(c.s, id); err != nil {
@@ -295,7 +323,7 @@ func model(t *rapid.T, policy string) {
 			}
 		},
 		"abort": func(t *rapid.T) {
-			c := pick(t)
+			c := speaks(t)
 			for id, j := range c.stores {
 				if !j.dead {
 					if err := r.e.Abort(c.s, id); err != nil {
@@ -307,9 +335,9 @@ func model(t *rapid.T, policy string) {
 			}
 		},
 		"pin": func(t *rapid.T) {
-			c := pick(t)
+			c := speaks(t)
 			var refs []block.Ref
-			for _, k := range sortedKeys(c.mir.keys) {
+			for _, k := range sortedKeys(c.promises()) {
 				if rapid.Bool().Draw(t, "pin it") {
 					refs = append(refs, c.mir.keys[k])
 				}
@@ -337,7 +365,7 @@ func model(t *rapid.T, policy string) {
 			c.loads[next] = refs
 		},
 		"unpin": func(t *rapid.T) {
-			c := pick(t)
+			c := speaks(t)
 			for id := range c.loads {
 				if err := r.e.Unpin(c.s, id); err != nil {
 					t.Fatal(err)
@@ -347,7 +375,7 @@ func model(t *rapid.T, policy string) {
 			}
 		},
 		"finish": func(t *rapid.T) {
-			c := pick(t)
+			c := speaks(t)
 			for req := range c.reqs {
 				hint := Hint(rapid.IntRange(0, int(Closed)+1).Draw(t, "hint"))
 				r.clock = r.clock.Add(time.Duration(rapid.SampledFrom([]int{0, 1, 31_000, 61_000}).Draw(t, "ms")) * time.Millisecond)
@@ -359,7 +387,7 @@ func model(t *rapid.T, policy string) {
 			}
 		},
 		"touch": func(t *rapid.T) {
-			c := pick(t)
+			c := speaks(t)
 			var refs []block.Ref
 			for _, k := range sortedKeys(c.mir.keys) {
 				if rapid.Bool().Draw(t, "touch it") {
@@ -374,7 +402,7 @@ func model(t *rapid.T, policy string) {
 			}
 		},
 		"reset": func(t *rapid.T) {
-			c := pick(t)
+			c := speaks(t)
 			if rapid.IntRange(0, 9).Draw(t, "rare") > 0 {
 				return
 			}
@@ -459,7 +487,7 @@ func model(t *rapid.T, policy string) {
 				t.Fatalf("leak after a crash without survivors: %d orphans, %d pages pending, %d sessions", len(e.orphans), e.pending, len(e.sessions))
 			}
 			for _, c := range cs {
-				for k, ref := range c.mir.keys {
+				for k, ref := range c.promises() {
 					if s := &r.e.slots[ref.Entry]; s.state != meta.Ready || r.e.spaces[s.ns].Private {
 						continue
 					}
@@ -514,5 +542,5 @@ func reconnect(r *rig, c *client) {
 		res.Stores = append(res.Stores, OpenJob{Job: id, Refs: j.refs, Doomed: j.dead})
 	}
 	c.mir = r.attach(c.s, res)
-	c.reqs = map[uint64]bool{}
+	c.reqs, c.fence = map[uint64]bool{}, 0 // it has another page
 }

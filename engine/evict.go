@@ -12,7 +12,7 @@ import (
 func (e *Engine) evictNow(s *Session, id, want uint32, out *Reply) (handedOver bool) {
 	ref := block.Ref{Entry: id, Gen: e.slots[id].gen}
 	n := e.slots[id].ns
-	known := len(e.spaces[n].sessions) > 0 // by the asker: nobody else is left
+	known := len(e.spaces[n].sessions) > 0 // by the asker; the others can promise nothing
 	pages := e.leaveReady(id, true)
 	first := len(out.Extents)
 	if pages == want {
@@ -29,6 +29,7 @@ func (e *Engine) evictNow(s *Session, id, want uint32, out *Reply) (handedOver b
 	if known && n == s.ns.index {
 		out.Removed = append(out.Removed, Gone{Key: e.key, Ref: ref})
 	}
+	e.tell(e.spaces[n], s, ref)
 	return handedOver
 }
 
@@ -92,42 +93,13 @@ func (e *Engine) announce(id uint32, to meta.State) {
 	for _, s := range ns.sessions {
 		if s.sink != nil {
 			s.sink.Removed(e.epoch, ref, &e.key)
+			s.told = e.epoch
 		}
 	}
 	select {
 	case e.opts.Stalled <- struct{}{}: // a nil channel takes nothing
 	default:
 	}
-}
-
-// Behind lists attached sessions that have not acknowledged every removal, with the last one that they owe.
-func (e *Engine) Behind() map[*Session]uint64 {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	out := map[*Session]uint64{}
-	for _, s := range e.sessions {
-		if s.state != Attached || len(s.ns.evicting) == 0 {
-			continue
-		}
-		if last := s.ns.evicting[len(s.ns.evicting)-1].epoch; last > s.acked {
-			out[s] = last
-		}
-	}
-	return out
-}
-
-// Fenced counts removals up to epoch as acknowledged by a session that can promise none of their keys any more (F2). It is
-// legal only for an attached session whose page says so.
-func (e *Engine) Fenced(s *Session, epoch uint64) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	if s.state != Attached || epoch > e.epoch || epoch <= s.acked {
-		return
-	}
-	s.acked = epoch
-	s.stats.Fenced++
-	e.counters.Fenced++
-	e.settleNamespace(s.ns)
 }
 
 // settle ends the removals that nobody waits for any more, orphans of an earlier daemon, and private generations whose
@@ -164,7 +136,7 @@ func (e *Engine) settleNamespace(ns *namespace) {
 	}
 	upTo := e.epoch
 	for _, s := range ns.sessions {
-		upTo = min(upTo, s.acked)
+		upTo = min(upTo, e.heard(s))
 	}
 	e.release(ns, upTo)
 }
@@ -178,7 +150,7 @@ func (e *Engine) settleForAsker(s *Session) {
 	upTo := e.epoch
 	for _, o := range s.ns.sessions {
 		if o != s {
-			upTo = min(upTo, o.acked)
+			upTo = min(upTo, e.heard(o))
 		}
 	}
 	e.release(s.ns, upTo)

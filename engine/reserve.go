@@ -221,7 +221,7 @@ const coldestLimit = 4096
 // inline tells whether nobody but the asker could promise the entry, so that a reply to the asker may reuse its page.
 func (e *Engine) inline(s *Session, id uint32) bool {
 	for _, o := range e.spaces[e.slots[id].ns].sessions {
-		if o != s {
+		if o != s && !o.fenced {
 			return false
 		}
 	}

@@ -35,6 +35,8 @@ type Session struct {
 	world    int
 	sink     Sink
 	acked    uint64 // removals up to this epoch are acknowledged
+	told     uint64 // the last removal that its sink was told of
+	fenced   bool   // it can promise nothing and owes no acknowledgement; see Fence
 	manager  *Process
 	ranks    map[uint16]*Process
 	procs    int // living processes
@@ -284,7 +286,7 @@ func (e *Engine) Ready(s *Session, sink Sink, r *Resume) (*Registration, error) 
 	if s.state == Unresolved {
 		e.unknown--
 	}
-	s.state, s.sink, s.acked = Attached, sink, e.epoch
+	s.state, s.sink, s.acked, s.told, s.fenced = Attached, sink, e.epoch, e.epoch, false
 	e.settle()
 	if s.desc != nil {
 		e.nameAccount(s.ns.account, s.desc.Text)

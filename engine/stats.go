@@ -123,6 +123,7 @@ type SessionStatus struct {
 	Jobs      int
 	Requests  int
 	Behind    uint64 // removals that it has not acknowledged
+	Fenced    bool   // it is silent and owes no acknowledgement
 	SinceMS   int64
 	Stats     SessionStats
 }
@@ -169,11 +170,11 @@ func (e *Engine) snapshotStatus() (Status, [meta.MaxNamespaces]int) {
 	}
 	for _, s := range e.sessions {
 		v := SessionStatus{ID: s.id, EngineID: s.engineID, State: s.state, Namespace: -1, Ranks: len(s.ranks), World: s.world,
-			Jobs: len(s.jobs), Requests: len(s.requests), SinceMS: s.sinceMS, Stats: s.stats}
+			Jobs: len(s.jobs), Requests: len(s.requests), Fenced: s.fenced, SinceMS: s.sinceMS, Stats: s.stats}
 		if s.ns != nil {
 			v.Namespace = int(s.ns.index)
 			for _, ev := range s.ns.evicting {
-				if ev.epoch > s.acked {
+				if ev.epoch > e.heard(s) {
 					v.Behind++
 				}
 			}

@@ -11,6 +11,7 @@ package fence
 import (
 	"errors"
 	"fmt"
+	"math"
 	"os"
 	"sync/atomic"
 	"unsafe"
@@ -75,27 +76,37 @@ func (p *Page) Close() error {
 // A mapping starts at a page, so both words are aligned.
 
 func (p *Page) window() *uint32 { return (*uint32)(unsafe.Pointer(&p.mem[offWindow : offWindow+4][0])) }
-func (p *Page) fence() *uint64  { return (*uint64)(unsafe.Pointer(&p.mem[offFence : offFence+8][0])) }
+func (p *Page) word() *uint64   { return (*uint64)(unsafe.Pointer(&p.mem[offFence : offFence+8][0])) }
 
 // Open says that a window is open, and returns the fence: a hit needs removals applied up to it. The order of the two
 // accesses is the point; both are sequentially consistent.
 func (p *Page) Open() (fence uint64) {
 	atomic.StoreUint32(p.window(), 1)
-	return atomic.LoadUint64(p.fence())
+	return atomic.LoadUint64(p.word())
 }
 
 // Shut says that no window is open and that everything that was promised in the last one has been sent.
 func (p *Page) Shut() { atomic.StoreUint32(p.window(), 0) }
 
-// Raise sets the fence and tells whether a window is open. It takes some ten milliseconds: the barrier waits for every
-// processor. ok is false where the kernel has no such barrier; then nobody can be fenced.
-func (p *Page) Raise(epoch uint64) (open, ok bool) {
-	atomic.StoreUint64(p.fence(), epoch)
+// Windowed tells whether a window is open. Only after Raise it says anything about the next moment.
+func (p *Page) Windowed() bool { return atomic.LoadUint32(p.window()) != 0 }
+
+// Raise sets the fence beyond every removal, so that no lookup of a window that opens from now on hits, and tells whether one
+// was open already. It takes some ten milliseconds: the barrier waits for every processor. ok is false where the kernel has
+// no such barrier; then nobody can be fenced. Lower takes it back.
+func (p *Page) Raise() (open, ok bool) {
+	atomic.StoreUint64(p.word(), math.MaxUint64)
 	if _, _, errno := unix.Syscall(unix.SYS_MEMBARRIER, membarrierGlobal, 0, 0); errno != 0 {
 		return true, false
 	}
-	return atomic.LoadUint32(p.window()) != 0, true
+	return p.Windowed(), true
 }
+
+// Lower sets the fence to a removal: whoever has applied it may promise again.
+func (p *Page) Lower(epoch uint64) { atomic.StoreUint64(p.word(), epoch) }
+
+// Fence is what was set last.
+func (p *Page) Fence() uint64 { return atomic.LoadUint64(p.word()) }
 
 // membarrierGlobal is MEMBARRIER_CMD_GLOBAL of linux/membarrier.h: it reaches processes that did not register.
 const membarrierGlobal = 1

@@ -163,6 +163,8 @@ func families() []family {
 	tally("evicted_keys_total", "Keys removed, by cause: store (in the reply to a store), ahead (announced before room was needed), reset, or end (a private namespace lost its session).", "cause",
 		func(r *reading) map[string]uint64 { return r.Counters.EvictedKeys })
 
+	counter("fences_total", "Times an engine was silent for so long that its acknowledgements were done without.", func(r *reading) uint64 { return r.Counters.Fences })
+
 	add(prometheus.GaugeValue, "namespace_sessions", "Engines that share the namespace, by its place in the namespace table.", []string{"namespace"},
 		func(r *reading, emit emit) {
 			for i := range r.Namespaces[:min(len(r.Namespaces), maxNamespaces)] {
@@ -205,6 +207,9 @@ func families() []family {
 	})
 	gauge("blocking_sessions", "Engines that keep pages from being reused at this moment; the status document says which and why.", func(r *reading) float64 {
 		return sum(r, func(e *status.Engine) uint64 { return uint64(truth(e.BlocksReuse)) })
+	})
+	gauge("fenced_sessions", "Engines that are silent and not waited for at this moment.", func(r *reading) float64 {
+		return sum(r, func(e *status.Engine) uint64 { return uint64(truth(e.Fenced)) })
 	})
 	gauge("unacknowledged_removals", "Removals that engines have not acknowledged, summed over engines.", func(r *reading) float64 {
 		return sum(r, func(e *status.Engine) uint64 { return e.Behind })

@@ -52,8 +52,9 @@ type conn struct {
 
 	// ioMu is held from the moment bytes leave the socket until the frames that they complete are handled. Whoever has it,
 	// and finds socket and buffer empty, knows that everything the client sent was handled (F2).
-	ioMu sync.Mutex
-	page *fence.Page // of a manager; guarded by ioMu
+	ioMu   sync.Mutex
+	page   *fence.Page // of a manager; guarded by ioMu
+	fenced bool        // its session was fenced on this connection, and nothing has come since; guarded by ioMu
 
 	fdMu sync.Mutex // guards gone; innermost
 	gone bool       // the descriptor is closed or shut down
@@ -294,16 +295,6 @@ func (c *conn) wait(deadline time.Time) error {
 		return errLate
 	}
 	return nil
-}
-
-// quiet tells whether everything that the client has sent is handled. It does not wait: a reader at work is not quiet.
-func (c *conn) quiet() bool {
-	if !c.ioMu.TryLock() {
-		return false
-	}
-	defer c.ioMu.Unlock()
-	n, err := unix.IoctlGetInt(c.fd, unix.SIOCINQ)
-	return err == nil && n == 0 && c.have == c.handled
 }
 
 // consume drops the frame that was handed out.

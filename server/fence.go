@@ -1,14 +1,19 @@
 package server
 
 import (
+	"fmt"
+	"slices"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"kvlift/engine"
 )
 
 // A session that does not acknowledge removals keeps pages from being reused. If it is only silent (stopped, or between
-// steps for long), it can be fenced: what it has not heard of it will not promise, and then its acknowledgement is not
-// needed. What its jobs copy stays pinned all the same (F3).
+// steps for long), it can be fenced: it promises nothing until it has heard everything, and then its acknowledgements are not
+// needed. The fence stands until it says something, so that it costs the others nothing, however long it is silent. What
+// its jobs copy stays pinned all the same (F3).
 
 const (
 	fenceAfter = 200 * time.Millisecond // how long a session may be silent before it is fenced
@@ -40,26 +45,25 @@ func (s *Server) fenceLoop() {
 func (s *Server) fenceOnce(since map[*engine.Session]time.Time, now time.Time) int {
 	behind := s.c.Engine.Behind()
 	for sess := range since {
-		if _, still := behind[sess]; !still {
+		if !slices.Contains(behind, sess) {
 			delete(since, sess)
 		}
 	}
 	left := 0
-	for sess, epoch := range behind {
+	for _, sess := range behind {
 		from, known := since[sess]
 		if !known {
 			since[sess] = now
 		}
-		if !known || now.Sub(from) < fenceAfter || !s.fenceOne(sess, epoch) {
+		if !known || now.Sub(from) < fenceAfter || !s.fenceOne(sess) {
 			left++
 		}
 	}
 	return left
 }
 
-// fenceOne tries to fence a session for all removals up to epoch. A window that is open, or bytes that are not read yet,
-// forbid it for now.
-func (s *Server) fenceOne(sess *engine.Session, epoch uint64) bool {
+// fenceOne tries to fence a session. A window that is open, or bytes that are not read yet, forbid it for now.
+func (s *Server) fenceOne(sess *engine.Session) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock() // the connection cannot end meanwhile: it leaves the maps first
 	c := s.managers[sess]
@@ -68,14 +72,35 @@ func (s *Server) fenceOne(sess *engine.Session, epoch uint64) bool {
 	}
 	ready := c.ready
 	c.mu.Unlock()
-	if !ready {
+	if !ready || c.page.Windowed() {
 		return false
 	}
-	open, ok := c.page.Raise(epoch)
-	if !ok || open || !c.quiet() {
+	was := c.page.Fence()
+	if open, ok := c.page.Raise(); !ok || open || !c.fence() {
+		c.page.Lower(was)
 		return false
 	}
-	s.c.Engine.Fenced(sess, epoch)
-	s.c.Log.Warn("engine fenced: it has not acknowledged removals", "session", sess.ID(), "pid", c.pid, "epoch", epoch)
+	s.c.Log.Warn("engine fenced: it has not acknowledged removals", "session", fmt.Sprintf("%016x", sess.ID()), "pid", c.pid)
 	return true
+}
+
+// fence fences the session of a connection if everything that the client has sent is handled. It does not wait: a reader at
+// work is not quiet.
+func (c *conn) fence() bool {
+	if !c.ioMu.TryLock() {
+		return false
+	}
+	defer c.ioMu.Unlock()
+	n, err := unix.IoctlGetInt(c.fd, unix.SIOCINQ)
+	c.fenced = err == nil && n == 0 && c.have == c.handled && c.s.c.Engine.Fence(c.session)
+	return c.fenced
+}
+
+// unfence ends a fence with the first word of the client: it may promise again when it has heard what it was told until now.
+// The caller holds ioMu, as whoever handles a frame does.
+func (c *conn) unfence() {
+	if c.fenced {
+		c.fenced = false
+		c.page.Lower(c.s.c.Engine.Unfence(c.session))
+	}
 }

@@ -201,6 +201,7 @@ func (c *conn) handle(h wire.Header, b []byte, who role) error {
 		if !c.ready {
 			return fmt.Errorf("%w: %v before ready", wire.ErrMalformed, h.Type)
 		}
+		c.unfence()
 		return c.manage(h, b)
 	}
 	return fmt.Errorf("%w: %v from this role", wire.ErrMalformed, h.Type)

@@ -122,7 +122,7 @@ func traffic(c *engine.Counters) Traffic {
 
 func counters(c *engine.Counters) Counters {
 	out := Counters{StoredKeys: c.Stored, StoredBytes: c.StoredBytes, LoadedKeys: c.Loads, AbortedKeys: c.Aborted, RefusedKeys: c.RefusedKeys,
-		RefusedBatches: map[string]uint64{}, EvictedKeys: map[string]uint64{}}
+		RefusedBatches: map[string]uint64{}, EvictedKeys: map[string]uint64{}, Fences: c.Fenced}
 	for _, r := range engine.Reasons() {
 		out.RefusedBatches[r.String()] = c.Refused[r]
 	}
@@ -160,7 +160,7 @@ func model(description string) string {
 
 func session(s *engine.SessionStatus, now time.Time) Engine {
 	out := Engine{Session: fmt.Sprintf("%016x", s.ID), EngineID: s.EngineID, State: s.State.String(), PID: s.PID, Ranks: s.Ranks, WorldSize: s.World,
-		Jobs: s.Jobs, Requests: s.Requests, Behind: s.Behind, Seconds: max(float64(now.UnixMilli()-s.SinceMS)/1000, 0),
+		Jobs: s.Jobs, Requests: s.Requests, Behind: s.Behind, Fenced: s.Fenced, Seconds: max(float64(now.UnixMilli()-s.SinceMS)/1000, 0),
 		FinishedRequests: s.Stats.Requests, PromptTokens: s.Stats.PromptTokens, HitTokens: s.Stats.HitTokens,
 		HitRatioTokens: ratio(s.Stats.HitTokens, s.Stats.PromptTokens), Why: why(s)}
 	out.BlocksReuse = out.Why != ""
@@ -172,25 +172,31 @@ func session(s *engine.SessionStatus, now time.Time) Engine {
 }
 
 // why says what a session keeps from being reused: R14 for what a lost manager left open, R15 for acknowledgements, R22
-// for sessions from before a start. An attached engine's open jobs are its work and no complaint.
+// for sessions from before a start, F3 for what a silent one had begun. Another attached engine's open jobs are its work and
+// no complaint.
 func why(s *engine.SessionStatus) string {
 	var open []string
 	if s.Behind > 0 {
 		open = append(open, plural(s.Behind, "removal")+" not acknowledged")
 	}
-	switch s.State {
-	case engine.Unresolved:
+	if s.State == engine.Unresolved {
 		return "unresolved since the daemon's start: no page is reused until it comes back or ends"
-	case engine.Detached:
+	}
+	if s.State == engine.Detached || s.Fenced {
 		if s.Jobs > 0 {
 			open = append(open, plural(uint64(s.Jobs), "job")+" open")
 		}
 		if s.Requests > 0 {
 			open = append(open, plural(uint64(s.Requests), "request")+" open")
 		}
-		if len(open) > 0 {
-			return "its manager is not connected: " + strings.Join(open, ", ")
-		}
+	}
+	switch {
+	case len(open) == 0:
+		return ""
+	case s.State == engine.Detached:
+		return "its manager is not connected: " + strings.Join(open, ", ")
+	case s.Fenced:
+		return "it says nothing and is not waited for, but it has begun: " + strings.Join(open, ", ")
 	}
 	return strings.Join(open, ", ")
 }

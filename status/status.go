@@ -122,6 +122,7 @@ type Counters struct {
 	RefusedKeys    uint64            `json:"refused_keys"`
 	RefusedBatches map[string]uint64 `json:"refused_batches"` // by reason
 	EvictedKeys    map[string]uint64 `json:"evicted_keys"`    // by cause
+	Fences         uint64            `json:"fences"`          // times an engine was silent for so long that its acknowledgements were done without
 }
 
 // Namespace is a set of keys that may be exchanged between engines.
@@ -166,6 +167,7 @@ type Engine struct {
 	Jobs             int      `json:"jobs"`     // open
 	Requests         int      `json:"requests"` // open
 	Behind           uint64   `json:"behind"`   // removals that it has not acknowledged
+	Fenced           bool     `json:"fenced"`   // it is silent and not waited for: it promises nothing until it has heard everything
 	Seconds          float64  `json:"seconds"`  // since it came, or since the daemon's start
 	FinishedRequests uint64   `json:"finished_requests"`
 	PromptTokens     uint64   `json:"prompt_tokens"`

@@ -55,6 +55,7 @@ func testStatus() engine.Status {
 	c.Refused[engine.TooYoung], c.Refused[engine.Waiting], c.Refused[engine.OverQuota] = 2, 9, 4
 	c.Evicted[engine.ByStore], c.Evicted[engine.Ahead] = 50_000, 7_000
 	c.Requests, c.PromptTokens, c.HitTokens = 812, 20_135_790, 12_345_678
+	c.Fenced = 4
 	st.Namespaces = []engine.NamespaceStatus{
 		{ID: [32]byte{0xab, 1}, Description: `{"groups":[{"kind":"full"}],"identity":{"dtype":"bf16","model":"Qwen/Qwen3.8-27B-Instruct","tp":2}}`, Sessions: 2,
 			Quota: &engine.QuotaStatus{Pages: 16 << 18, UsedPages: 16<<18 - 1000, Refused: 4},
@@ -71,6 +72,7 @@ func testStatus() engine.Status {
 			SinceMS: ms - 3_600_000, Stats: engine.SessionStats{Requests: 800, PromptTokens: 20_000_000, HitTokens: 19_999_999}},
 		{ID: 0xcafe, EngineID: "engine-b", State: engine.Detached, Namespace: 0, Ranks: 1, World: 2, Jobs: 2, Requests: 1, Behind: 1, SinceMS: ms - 7_200_000},
 		{ID: 0xf00d, EngineID: "vllm-offload-0123456789abcdef-dp0", State: engine.Unresolved, Namespace: 1, PID: 77, Ranks: 1, World: 1, SinceMS: ms - 76*3_600_000},
+		{ID: 0x2, EngineID: "engine-d", State: engine.Attached, Fenced: true, Namespace: 0, PID: 991, Ranks: 2, World: 2, SinceMS: ms - 1_800_000},
 		{ID: 0x1, EngineID: "engine-c", State: engine.Forming, Namespace: -1, Ranks: 1, World: 2, SinceMS: ms - 1_200},
 	}
 	return st
@@ -136,6 +138,10 @@ func TestWhy(t *testing.T) {
 		{"detached, nothing open", engine.SessionStatus{State: engine.Detached}, ""},
 		{"detached, behind", engine.SessionStatus{State: engine.Detached, Behind: 1200}, "its manager is not connected: 1,200 removals not acknowledged"},
 		{"detached, jobs", engine.SessionStatus{State: engine.Detached, Jobs: 2, Requests: 1}, "its manager is not connected: 2 jobs open, 1 request open"},
+		{"fenced, nothing open", engine.SessionStatus{State: engine.Attached, Fenced: true}, ""},
+		{"fenced, loading", engine.SessionStatus{State: engine.Attached, Fenced: true, Jobs: 1, Requests: 2},
+			"it says nothing and is not waited for, but it has begun: 1 job open, 2 requests open"},
+		{"fenced, then disconnected", engine.SessionStatus{State: engine.Detached, Fenced: true, Jobs: 1}, "its manager is not connected: 1 job open"},
 		{"unresolved", engine.SessionStatus{State: engine.Unresolved}, "unresolved since the daemon's start: no page is reused until it comes back or ends"},
 	} {
 		doc := Build(engine.Status{Sessions: []engine.SessionStatus{c.s}}, Daemon{})

@@ -220,6 +220,9 @@ func (d *Document) engines(p *page) {
 		t.rows = append(t.rows, []string{cut(clean(cmp.Or(e.EngineID, e.Session)), maxName), clean(e.State), ns, pid, fmt.Sprintf("%d/%d", e.Ranks, e.WorldSize),
 			strconv.Itoa(e.Jobs), strconv.Itoa(e.Requests), count(e.Behind), span(e.Seconds), hits})
 		var note []string
+		if e.Fenced {
+			note = []string{"silent, not waited for"}
+		}
 		if e.BlocksReuse {
 			note = strings.Split("keeps pages: "+clean(e.Why), ", ")
 		}
