@@ -6,14 +6,15 @@ import "kvlift/block"
 // it sent was handled, and that it will look nothing up before it has heard more, it is fenced (F2): it counts as having
 // acknowledged every removal, also those to come, until it says something again. What its jobs copy stays pinned (F3).
 
-// Behind lists attached sessions that have not acknowledged every removal and are not fenced.
-func (e *Engine) Behind() []*Session {
+// Behind lists attached sessions that have not acknowledged every removal and are not fenced, and up to which one they
+// have: while that grows they are slow, and not silent.
+func (e *Engine) Behind() map[*Session]uint64 {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	var out []*Session
+	out := map[*Session]uint64{}
 	for _, s := range e.sessions {
 		if s.behind() {
-			out = append(out, s)
+			out[s] = s.acked
 		}
 	}
 	return out

@@ -85,7 +85,7 @@ func TestFence(t *testing.T) {
 		if err := r.e.Step(r.a, r.ma.applied); err != nil {
 			t.Fatal(err)
 		}
-		if b := r.e.Behind(); len(b) != 1 || b[0] != r.b || !r.e.Fence(r.b) || r.e.Fence(r.b) || len(r.e.Behind()) != 0 {
+		if b := r.e.Behind(); len(b) != 1 || b[r.b] != r.b.acked || !r.e.Fence(r.b) || r.e.Fence(r.b) || len(r.e.Behind()) != 0 {
 			t.Fatalf("b is behind, and is fenced once: %v", b)
 		}
 		rounds := rapid.IntRange(1, 20).Draw(t, "rounds")

@@ -2,7 +2,6 @@ package server
 
 import (
 	"fmt"
-	"slices"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -29,7 +28,7 @@ func (s *Server) fenceLoop() {
 		case <-s.c.Stalled:
 		}
 		tick := time.NewTicker(fenceEvery)
-		for since := map[*engine.Session]time.Time{}; s.fenceOnce(since, time.Now()) > 0; {
+		for seen := map[*engine.Session]silence{}; s.fenceOnce(seen, time.Now()) > 0; {
 			select {
 			case <-s.ctx.Done():
 				tick.Stop()
@@ -41,21 +40,30 @@ func (s *Server) fenceLoop() {
 	}
 }
 
-// fenceOnce fences those that have been behind for long and returns how many are behind still. since remembers from when.
-func (s *Server) fenceOnce(since map[*engine.Session]time.Time, now time.Time) int {
+// silence is since when a session has not acknowledged anything, and up to where it had.
+type silence struct {
+	since time.Time
+	acked uint64
+}
+
+// fenceOnce fences those that owe acknowledgements and have given none for long, and returns how many are behind still. A
+// slow engine that acknowledges now and then is never up to date while others store, and is not silent. seen remembers the
+// last look.
+func (s *Server) fenceOnce(seen map[*engine.Session]silence, now time.Time) int {
 	behind := s.c.Engine.Behind()
-	for sess := range since {
-		if !slices.Contains(behind, sess) {
-			delete(since, sess)
+	for sess := range seen {
+		if _, still := behind[sess]; !still {
+			delete(seen, sess)
 		}
 	}
 	left := 0
-	for _, sess := range behind {
-		from, known := since[sess]
-		if !known {
-			since[sess] = now
+	for sess, acked := range behind {
+		was, known := seen[sess]
+		if !known || was.acked != acked {
+			was = silence{now, acked}
+			seen[sess] = was
 		}
-		if !known || now.Sub(from) < fenceAfter || !s.fenceOne(sess) {
+		if now.Sub(was.since) < fenceAfter || !s.fenceOne(sess) {
 			left++
 		}
 	}
