@@ -340,12 +340,18 @@ func (e *Engine) EndReport(p *Process, id uint64) {
 	e.endIfReported(s, j)
 }
 
-// endIfReported frees a store that nobody will commit once every rank has reported its end: a doomed one, or any after
-// its manager's death. While a manager lives, the end of an undoomed job is its word alone.
+// endIfReported frees a store that nobody will commit once every rank has reported its end, or has ended itself: a doomed
+// one, or any after its manager's death. While a manager lives, the end of an undoomed job is its word alone.
 func (e *Engine) endIfReported(s *Session, j *job) {
-	if (j.doomed || s.manager == nil) && len(j.ended) >= s.world {
-		e.endJob(s, j, false)
+	if !j.doomed && s.manager != nil {
+		return
 	}
+	for r := range s.ranks {
+		if !j.ended[r] {
+			return
+		}
+	}
+	e.endJob(s, j, false)
 }
 
 // Touch says that these entries were used by a request; those that are not READY in this generation are passed over.

@@ -105,11 +105,18 @@ func (e *Engine) Join(j Joining) (*Process, error) {
 		return nil, fmt.Errorf("%w: %d parts for %d groups", ErrGeometry, len(j.Parts), len(j.Desc.Groups))
 	}
 	s := e.findSession(&j)
+	if s != nil && s.ns != nil && j.Role == meta.Worker && s.world == int(j.WorldSize) { // before anything of it sticks
+		if err := s.ns.fits(j.Rank, j.Parts); err != nil {
+			return nil, err
+		}
+	}
 	if s == nil {
 		s = &Session{e: e, id: e.opts.SessionID(), engineID: j.EngineID, world: int(j.WorldSize), desc: j.Desc,
 			ranks: map[uint16]*Process{}, jobs: map[uint64]*job{}, requests: map[uint64]*request{}, parts: map[uint16][]uint32{}}
 		s.sinceMS = e.opts.Now().UnixMilli()
 		e.sessions[s.id] = s
+	} else if s.world != int(j.WorldSize) {
+		return nil, fmt.Errorf("%w: engine %q comes back in a world of %d, it was one of %d", ErrGeometry, j.EngineID, j.WorldSize, s.world)
 	} else if s.desc == nil {
 		if s.ns != nil && !s.ns.Private && s.ns.ID != j.Desc.ID {
 			return nil, fmt.Errorf("%w: engine %q came back with another cache", ErrGeometry, j.EngineID)
@@ -127,9 +134,6 @@ func (e *Engine) Join(j Joining) (*Process, error) {
 	}
 	if j.Role == meta.Worker {
 		s.parts[j.Rank] = slices.Clone(j.Parts)
-		if s.ns != nil {
-			return p, s.ns.matches(s)
-		}
 	}
 	return p, nil
 }
@@ -366,14 +370,27 @@ func newNamespace(at uint16, n meta.Namespace) *namespace {
 	return ns
 }
 
-// matches compares the vector of rank parts: equal between engines, not between ranks.
+// matches compares the vector of rank parts: equal between engines, not between ranks. A survivor whose rank has not come
+// back yet wrote by the parts that the namespace has.
 func (n *namespace) matches(s *Session) error {
+	for _, r := range slices.Sorted(maps.Keys(s.parts)) {
+		if err := n.fits(r, s.parts[r]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// fits compares the parts of one rank with those that the namespace has for it.
+func (n *namespace) fits(rank uint16, parts []uint32) error {
+	if len(parts) != len(n.Groups) {
+		return fmt.Errorf("%w: this engine has %d groups, the namespace %d", ErrGeometry, len(parts), len(n.Groups))
+	}
 	for g := range n.Groups {
-		for r, part := range n.Groups[g].Parts {
-			// A survivor whose rank has not come back yet wrote by the parts that the namespace has.
-			if got, ok := s.parts[uint16(r)]; ok && got[g] != part {
-				return fmt.Errorf("%w: group %d, rank %d: this engine has %d bytes, the namespace %d", ErrGeometry, g, r, got[g], part)
-			}
+		if want := n.Groups[g].Parts; int(rank) >= len(want) {
+			return fmt.Errorf("%w: rank %d, the namespace has %d", ErrGeometry, rank, len(want))
+		} else if parts[g] != want[rank] {
+			return fmt.Errorf("%w: group %d, rank %d: this engine has %d bytes, the namespace %d", ErrGeometry, g, rank, parts[g], want[rank])
 		}
 	}
 	return nil
@@ -418,11 +435,11 @@ func (e *Engine) ProcessEnded(p *Process) {
 		if s.state == Attached {
 			s.state = Detached
 		}
-		for _, j := range inOrder(s.jobs) { // nobody will commit any more: the ranks' reports decide
-			e.endIfReported(s, j)
-		}
 	} else {
 		delete(s.ranks, p.rank)
+	}
+	for _, j := range inOrder(s.jobs) { // without a manager nobody will commit any more: the ranks decide
+		e.endIfReported(s, j)
 	}
 	if s.procs == 0 {
 		e.endSession(s)

@@ -28,7 +28,7 @@ import (
 // be killed or belong to another user.
 const helperVar = "KVLIFT_TEST_HELPER"
 
-var helpers = map[string]func() error{"status": helpStatus, "engine": helpEngine}
+var helpers = map[string]func() error{"status": helpStatus, "engine": helpEngine, "member": helpMember}
 
 func TestMain(m *testing.M) {
 	if name := os.Getenv(helperVar); name != "" {
