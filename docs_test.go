@@ -149,7 +149,7 @@ func jsonFields(v reflect.Type, prefix string) []string {
 
 func TestJSONDocumented(t *testing.T) {
 	text := page(t, "docs/operations.md")
-	for name, v := range map[string]any{"status fields": status.Document{}, "verify fields": verifyReport{}, "replay fields": bench.Result{}, "engine fields": engineFigures{}} {
+	for name, v := range map[string]any{"status fields": status.Document{}, "verify fields": verifyReport{}, "replay fields": bench.Result{}, "engine fields": engineFigures{}, "neighbours fields": bench.NeighbourResult{}} {
 		var got []string
 		for _, m := range regexp.MustCompile("(?m)^\\| (`[^|]+`) \\|").FindAllStringSubmatch(section(t, text, name), -1) {
 			for _, f := range strings.Split(m[1], ", ") {

@@ -102,6 +102,15 @@ func TestOpenWindowIsNotFenced(t *testing.T) {
 	if n := d.eng.Status().Counters.Fenced; n != 0 {
 		t.Errorf("fenced %d times inside a window", n)
 	}
+	// It goes on, loads what it has promised itself, and ends its step: what it keeps then is its load alone.
+	job := b.PrepareLoad(7, promised[28:])
+	b.StepEnd()
+	press(t, a, 9000)
+	for i, c := range promised[28:] {
+		check(t, b, key(28+i), c)
+	}
+	b.CompleteLoad(job)
+	b.StepEnd()
 }
 
 // TestFenceKeepsPins: a fence ends promises, not copies: what a stopped engine has pinned keeps its bytes (F3).
