@@ -1,9 +1,11 @@
 package server_test
 
 import (
+	"fmt"
 	"slices"
 	"testing"
 
+	"kvlift/block"
 	"kvlift/client"
 	"kvlift/engine"
 	"kvlift/wire"
@@ -209,57 +211,59 @@ func TestFenceStands(t *testing.T) {
 	b.StepEnd()
 }
 
-// TestFenceOutlastsConnection: who is silent for so long that its connection is given up is not waited for either: it has
-// promised nothing since. When it goes on it gets a snapshot.
+// TestFenceOutlastsConnection: who was fenced when its connection ended (TestMute shows how one ends of silence alone) is not
+// waited for afterwards either: it has promised nothing since. It comes back with what it loads, and to a snapshot.
 func TestFenceOutlastsConnection(t *testing.T) {
-	d, a, b := pair(t)
-	loading := copies(b, 0, 32)[30:]
-	job := b.PrepareLoad(7, loading)
-	b.StepEnd()
+	d := start(t, t.TempDir(), setup{pages: 64, fence: true})
+	c := d.config("a", 8192)
+	c.Namespace.Identity = map[string]any{"model": "raw"}
+	a, err := client.Open(t.Context(), c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := a.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	fill(t, a, 32)
+	loaded := holds(t, a, 0)
+	a.StepEnd()
+	_, b := d.crew(t, "b", [][]uint32{{8192}})
+	b.send(wire.TPin, wire.AppendRefs(nil, &wire.Refs{Job: 7, Request: 7, Refs: []block.Ref{loaded.Ref}}))
+	eventually(t, "its load is known", func() bool { return d.eng.OpenJobs() == 1 })
 	press(t, a, 1000)
-	mute := func() bool {
-		for _, s := range d.eng.Status().Sessions {
-			if s.EngineID == "b" {
-				return s.State == engine.Attached && s.Fenced
-			}
-		}
-		return false
+	if s := d.session("b"); s.State != engine.Attached || !s.Fenced {
+		t.Fatalf("session: %+v", s)
 	}
-	at := 2000
-	for ; mute(); at += 24 { // as many keys as fit beside the loaded ones, so that a round is short
-		if r := reserve(t, a, uint64(at), at, 24); len(r.Keys) != 24 {
-			t.Fatalf("%d of 24 accepted, reason %v", len(r.Keys), engine.Reason(r.Reason))
-		} else {
-			a.Commit(r.Job)
-		}
-		a.Finish(uint64(at), 0, 0)
-		a.StepEnd()
-		if at > 4_000_000 {
-			t.Fatal("the silent engine is still connected")
-		}
+	if err := b.c.Close(); err != nil {
+		t.Fatal(err)
 	}
-	turns(t, a, 5_000_000, 48, 4)
-	for _, s := range d.eng.Status().Sessions {
-		if s.EngineID == "b" && (s.State != engine.Detached || !s.Fenced || s.Behind != 0 || s.Jobs != 1) {
-			t.Errorf("session: %+v", s)
-		}
+	eventually(t, "its connection ends", func() bool { return d.session("b").State == engine.Detached })
+	last := turns(t, a, 2000, 64, 10)
+	if s := d.session("b"); s.State != engine.Detached || !s.Fenced || s.Behind != 0 || s.Jobs != 1 {
+		t.Errorf("session: %+v", s)
 	}
-	for i, c := range loading {
-		check(t, b, key(30+i), c)
+	check(t, a, key(0), loaded)
+	again := d.raw(t)
+	again.json(wire.THello, partHello("b", -1, [][]uint32{{8192}}, func(h *wire.Hello) {
+		h.Session, h.ArenaID = fmt.Sprintf("%016x", d.session("b").ID), fmt.Sprintf("%x", d.arena.Table.Header.ArenaID)
+		h.Loads = []wire.OpenJob{{Job: 7, Refs: pairs([]block.Ref{loaded.Ref})}}
+	}))
+	var snapshot wire.Delta
+	if err := snapshot.Parse(again.want(wire.TSnapshot)); err != nil {
+		t.Fatal(err)
 	}
-	if n := len(copies(b, 0, 32)); n != 0 {
-		t.Errorf("%d hits of a connection that is gone", n)
+	has := func(n int) bool {
+		return slices.ContainsFunc(snapshot.Added, func(k wire.AddedKey) bool { return k.Key == key(n) })
 	}
-	b.StepEnd()
-	eventually(t, "b comes back", func() bool { b.StepEnd(); return b.Attached() && b.Counters().Reconnects == 1 })
-	for i := range 30 {
-		if _, ok := find(b, i); ok {
-			t.Errorf("key %d is a hit, its page was reused long ago", i)
-		}
+	if !has(0) || has(1) || !has(last) {
+		t.Errorf("the snapshot has key 0, 1, %d: %v, %v, %v; want the first and the last", last, has(0), has(1), has(last))
 	}
-	holds(t, b, 30)
-	holds(t, b, 31)
-	b.StepEnd()
-	b.CompleteLoad(job)
-	d.catchUp(b, "b")
+	if s := d.session("b"); s.State != engine.Attached || s.Fenced || s.Jobs != 1 {
+		t.Errorf("session: %+v", s)
+	}
+	if r := reserve(t, a, 9000, 9000, 4); len(r.Keys) != 0 || engine.Reason(r.Reason) != engine.Waiting {
+		t.Errorf("%d accepted, reason %v: b may promise all again", len(r.Keys), engine.Reason(r.Reason))
+	}
 }
