@@ -14,6 +14,7 @@ import (
 	"kvlift/block"
 	"kvlift/client"
 	"kvlift/trace"
+	"kvlift/wire"
 )
 
 // Neighbour is an engine process of Neighbours: it asks for the same hot documents again and again, loads them and compares
@@ -214,7 +215,7 @@ func (n *neighbour) ask(doc uint64) error {
 		return err
 	}
 	tokens := uint32(len(n.keys)) * trace.BlockTokens
-	n.e.Finish(n.request, tokens, uint32(hits)*trace.BlockTokens)
+	n.e.Finish(n.request, tokens, uint32(hits)*trace.BlockTokens, wire.NoHint)
 	n.e.StepEnd()
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -333,7 +334,7 @@ func (n *neighbour) stand(word string, words <-chan string, read <-chan error, o
 		return err
 	}
 	n.e.CompleteLoad(job)
-	n.e.Finish(n.request, 0, 0)
+	n.e.Finish(n.request, 0, 0, wire.NoHint)
 	n.e.StepEnd()
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -356,7 +357,7 @@ func (n *neighbour) promise() error {
 		if n.copies = n.e.Prefix(n.keys, n.copies[:0]); len(n.copies) > 0 { // in a small arena not all of it was taken
 			return nil
 		}
-		n.e.Finish(n.request, 0, 0)
+		n.e.Finish(n.request, 0, 0, wire.NoHint)
 		n.e.StepEnd()
 	}
 	return fmt.Errorf("engine %s could not store a document", n.o.ID)

@@ -44,7 +44,7 @@ type Options struct {
 	Policy     string           // "lru" (default) or "arc"
 	MinIdle    time.Duration    // a store may not evict what was used within this time; 0 turns it off
 	Quotas     []Quota          // caps of namespaces; no name stands twice
-	EvictAhead float64          // share of the pages kept free or on their way when several sessions share keys
+	EvictAhead float64          // share of pages and records kept free or on their way when several sessions share keys
 	Now        func() time.Time // default time.Now
 	TraceClock bool             // time is what Begin says (replays)
 	SessionID  func() uint64    // random identities; must be given

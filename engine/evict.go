@@ -204,15 +204,21 @@ func (e *Engine) clearNamespace(ns *namespace, by *Session) {
 }
 
 // evictAhead announces removals while several sessions share keys, so that the next store finds free pages: at least the
-// share of Options.EvictAhead, and what this batch did not get.
-func (e *Engine) evictAhead(s *Session, out *Reply) {
+// share of Options.EvictAhead, and what this batch did not get. Records count like pages: where payloads are small, they run
+// out first.
+func (e *Engine) evictAhead(s *Session, offers []block.Offer, out *Reply) {
 	if e.unknown > 0 || e.draining {
 		return
 	}
-	want, refused := uint64(float64(e.pages.Len())*e.opts.EvictAhead), uint64(0)
+	want := uint64(float64(e.pages.Len()) * e.opts.EvictAhead)
+	wantRecords := int(float64(len(e.slots)) * e.opts.EvictAhead)
+	refused, refusedRecords := uint64(0), 0
 	for i, sl := range out.Slots {
 		if sl.Outcome == Refused {
-			refused = uint64(s.ns.groups[0].pages) * uint64(len(out.Slots)-i)
+			for _, o := range offers[i:] {
+				refused += uint64(s.ns.groups[o.Group].pages)
+			}
+			refusedRecords = len(offers) - i
 			break
 		}
 	}
@@ -221,14 +227,22 @@ func (e *Engine) evictAhead(s *Session, out *Reply) {
 	} else {
 		e.evictOwnAhead(s, 0)
 		want += refused
+		wantRecords += refusedRecords
+	}
+	records := len(e.freeEntries)
+	for _, ns := range e.spaces {
+		if ns != nil {
+			records += len(ns.evicting)
+		}
 	}
 	// Every pass looks for victims that a reply could not take; the others are taken when they are needed.
-	for uint64(e.pages.Free())+e.pending < want {
+	for uint64(e.pages.Free())+e.pending < want || records < wantRecords {
 		id, ok := e.coldest(e.oldEnough, coldestLimit)
 		if !ok || e.inline(s, id) {
 			return
 		}
 		e.announce(id, meta.Evicting)
+		records++
 		e.counters.Evicted[Ahead]++
 	}
 }

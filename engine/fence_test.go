@@ -21,9 +21,9 @@ type fenceRig struct {
 func newFenceRig(t *rapid.T) *fenceRig {
 	r := &fenceRig{rig: newRig(t, 32, 16, Options{})}
 	r.groups = []meta.Group{{ChunkTokens: 16}}
-	r.a, r.pa[0], r.pa[1] = r.join("a", 8192)
+	r.a, r.pa[0], r.pa[1] = r.join("a", "m", 8192)
 	r.ma = r.attach(r.a, nil)
-	r.b, r.pb[0], r.pb[1] = r.join("b", 8192)
+	r.b, r.pb[0], r.pb[1] = r.join("b", "m", 8192)
 	r.mb = r.attach(r.b, nil)
 	if n, _ := r.store(0, 8); n != 8 {
 		t.Fatalf("%d of 8 keys accepted", n)
@@ -200,7 +200,7 @@ func TestFenceBesideOthers(t *testing.T) {
 		if !r.e.Fence(r.b) {
 			t.Fatal("b is not fenced")
 		}
-		c, _, _ := r.join("c", 8192)
+		c, _, _ := r.join("c", "m", 8192)
 		mc := r.attach(c, nil)
 		if n, out := r.store(150, 2); n != 2 { // what the fence has set free
 			t.Fatalf("%d of 2 keys accepted, %v", n, out.Reason)

@@ -106,7 +106,7 @@ func (e *Engine) Reserve(s *Session, id, req uint64, offers []block.Offer, out *
 			s.ns.account.refused++
 		}
 	}
-	e.evictAhead(s, out)
+	e.evictAhead(s, offers, out)
 	return nil
 }
 

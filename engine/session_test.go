@@ -15,7 +15,7 @@ func TestComesBackDifferent(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		r := newRig(t, 8, 16, Options{})
 		r.groups = []meta.Group{{ChunkTokens: 16}, {ChunkTokens: 32}}
-		s, m, w := r.join("a", 5000, 9000)
+		s, m, w := r.join("a", "m", 5000, 9000)
 		r.attach(s, nil)
 		private := rapid.Bool().Draw(t, "reset before")
 		if private {

@@ -195,8 +195,8 @@ func (w *world) fence() {
 	}
 	slices.SortFunc(ss, func(a, b *engine.Session) int { return cmp.Compare(a.ID(), b.ID()) })
 	for _, s := range ss {
-		done := w.srv.fenceOne(s, behind[s])
-		w.note("session %d is fenced up to %d: %v", s.ID(), behind[s], done)
+		done := w.srv.fenceOne(s)
+		w.note("session %d has acknowledged %d, and is fenced: %v", s.ID(), behind[s], done)
 		if done {
 			w.counts.Fenced++
 		}
