@@ -13,6 +13,7 @@ import (
 	"syscall"
 	"time"
 
+	"kvlift/block"
 	"kvlift/status"
 )
 
@@ -209,12 +210,14 @@ type contest struct {
 
 // Run measures. A round has thirteen phases. A wrong byte in either engine is ErrWrongBytes.
 func (n *Neighbours) Run(ctx context.Context) (r NeighbourResult, err error) {
-	d, err := StartDaemon(ctx, n.Binary, "--ram", fmt.Sprint(n.RAM), "--min-idle", "0s", "--evict-ahead", fmt.Sprint(n.EvictAhead))
+	keys := n.RAM / block.PageSize / block.Pages(uint64(n.BytesPerBlock)) // as many records as there is room for
+	flags := []string{"--ram", fmt.Sprint(n.RAM), "--max-keys", fmt.Sprint(keys), "--min-idle", "0s", "--evict-ahead", fmt.Sprint(n.EvictAhead)}
+	d, err := StartDaemon(ctx, n.Binary, flags...)
 	if err != nil {
 		return r, err
 	}
 	defer func() { err = errors.Join(err, d.Close()) }()
-	other, err := StartDaemon(ctx, n.Binary, "--ram", fmt.Sprint(n.RAM), "--min-idle", "0s")
+	other, err := StartDaemon(ctx, n.Binary, flags...)
 	if err != nil {
 		return r, err
 	}
