@@ -155,7 +155,7 @@ func turns(t *testing.T, a *client.Engine, from, pages, times int) (last int) {
 		}
 		write(a, at, r)
 		a.Commit(r.Job)
-		a.Finish(uint64(at), 0, 0)
+		a.Finish(uint64(at), 0, 0, wire.NoHint)
 		a.StepEnd()
 		last = at
 	}
