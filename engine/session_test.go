@@ -34,7 +34,7 @@ func TestComesBackDifferent(t *testing.T) {
 		} else if rapid.Bool().Draw(t, "the rank has died") {
 			r.e.ProcessEnded(w)
 		}
-		own := Joining{Role: meta.Worker, EngineID: "a", WorldSize: 1, PID: 1, Session: s.id, Parts: []uint32{5000, 9000}, Desc: Describe("test model", r.groups)}
+		own := Joining{Role: meta.Worker, EngineID: "a", WorldSize: 1, PID: 1, Session: s.id, Parts: []uint32{5000, 9000}, Desc: r.describe("m")}
 		for name, change := range map[string]func(*Joining){
 			"parts":       func(j *Joining) { j.Parts = []uint32{5000, 9001} },
 			"fewer parts": func(j *Joining) { j.Parts = j.Parts[:1] },

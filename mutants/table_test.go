@@ -127,15 +127,21 @@ var mutants = []mutant{
 		{"client/client.go", "	fence   uint64      // that", "	early   uint64\n	fence   uint64      // that"},
 	}},
 	{"fence-blind", "fence", "the daemon does not read the window word", []edit{
-		{"server/fence.go", "	if !ok || open || !c.quiet() {", "	if _ = open; !ok || !c.quiet() {"},
+		{"server/fence.go", "	if !ready || c.page.Windowed() {", "	if !ready {"},
+		{"server/fence.go", "!ok || open || !c.fence()", "!ok || open && false || !c.fence()"},
 	}},
 	{"fence-pins", "fence", "the daemon does not read the socket empty after it has read the window word", []edit{
-		{"server/fence.go", "	if !ok || open || !c.quiet() {", "	if !ok || open {"},
+		{"server/fence.go", "	n, err := unix.IoctlGetInt(c.fd, unix.SIOCINQ)\n	c.fenced = err == nil && n == 0 && c.have == c.handled && c.s", "	_ = unix.SIOCINQ\n	c.fenced = c.s"},
 	}},
 	{"fence-detached", "fence", "an engine whose connection is lost (with its pins) is fenced", []edit{
-		{"server/fence.go", "	if c == nil || c.page == nil", "	if c == nil {\n		s.c.Engine.Fenced(sess, epoch)\n		return true\n	}\n	if c == nil || c.page == nil"},
-		{"engine/evict.go", "		if s.state != Attached || len(s.ns.evicting) == 0 {", "		if s.state != Attached && s.state != Detached || len(s.ns.evicting) == 0 {"},
-		{"engine/evict.go", "	if s.state != Attached || epoch > e.epoch", "	if epoch > e.epoch"},
+		{"server/fence.go", "	if c == nil || c.page == nil", "	if c == nil {\n		return s.c.Engine.Fence(sess)\n	}\n	if c == nil || c.page == nil"},
+		{"engine/fence.go", "	if s.state != Attached || s.fenced", "	if s.state != Attached && s.state != Detached || s.fenced"},
+	}},
+	{"fence-lowered", "fence", "a fence that ends is lowered to nothing, not to the last removal told", []edit{
+		{"server/fence.go", "		c.page.Lower(c.s.c.Engine.Unfence(c.session))", "		c.s.c.Engine.Unfence(c.session)\n		c.page.Lower(0)"},
+	}},
+	{"fence-untold", "fence", "a fenced session is not told of what another's reserve took", []edit{
+		{"engine/evict.go", "	e.tell(e.spaces[n], s, ref)\n", "	_ = ref\n"},
 	}},
 	{"leak-orphan", "death", "the end of the last process does not free its reservations", []edit{
 		{"engine/session.go", "	for _, j := range inOrder(s.jobs) {\n		e.endJob(s, j, false)\n	}", "	for _, j := range inOrder(s.jobs) {\n		if !j.store {\n			e.endJob(s, j, false)\n		}\n	}"},

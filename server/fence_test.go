@@ -205,7 +205,7 @@ func TestFenceStands(t *testing.T) {
 			t.Fatal("pages are reused inside a window")
 		} else {
 			a.Commit(r.Job)
-			a.Finish(uint64(at), 0, 0)
+			a.Finish(uint64(at), 0, 0, wire.NoHint)
 		}
 	}
 	b.StepEnd()

@@ -218,7 +218,7 @@ func TestUnequalRanks(t *testing.T) {
 			}
 			e.CompleteLoad(job)
 		}
-		e.Finish(9, 0, 0)
+		e.Finish(9, 0, 0, wire.NoHint)
 		e.StepEnd()
 	}
 	if st := d.eng.Status(); len(st.Namespaces) != 1 || st.Namespaces[0].Sessions != 2 {
