@@ -49,7 +49,7 @@ var mutants = []mutant{
 	for i, ref := range refs {`},
 	}},
 	{"inline-all", "steady", "a removal inside a reserve reply counts as acknowledged by every engine", []edit{
-		{"engine/reserve.go", "		if o != s {\n			return false\n		}\n", "		_ = o\n"},
+		{"engine/reserve.go", "		if o != s && !o.fenced {\n			return false\n		}\n", "		_ = o\n"},
 	}},
 	{"late-hit", "late", "after a reserve deadline lookups go on answering HIT while the reply is owed", []edit{
 		{"client/step.go", "	if e.owed != 0 || e.reset || e.applied < e.fence {", "	if e.reset || e.applied < e.fence {"},
