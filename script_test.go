@@ -202,7 +202,7 @@ func flagsHaveEnv(ts *testscript.TestScript, neg bool, args []string) {
 }
 
 // notBuilt are the commands that say what they will do, without examples.
-var notBuilt = []string{"sweep", "trace", "doctor"}
+var notBuilt = []string{"trace", "doctor"}
 
 // TestHelp asks every command that there is for help, so that a new one cannot go without.
 func TestHelp(t *testing.T) {
