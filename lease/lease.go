@@ -72,7 +72,7 @@ func (k *Kernel) Take(fd int) (*Lease, error) {
 	case errors.Is(err, unix.EAGAIN):
 		return nil, fmt.Errorf("%w: the write lease is refused", ErrHeld)
 	case errors.Is(err, unix.EACCES):
-		return nil, fmt.Errorf("%w: only the file's owner and CAP_LEASE may ask for a lease", ErrNoAnswer)
+		return nil, fmt.Errorf("%w: only the file's owner and CAP_LEASE may ask for a lease (%w)", ErrNoAnswer, err)
 	}
 	return nil, fmt.Errorf("%w: write lease: %w", ErrNoAnswer, err)
 }

@@ -219,7 +219,8 @@ func connects(fd int) error {
 	return fmt.Errorf("%w: connect: %w", lease.ErrNoAnswer, err)
 }
 
-// unproven is a folder whose files are removed on somebody's word, where the kernel does not say who holds them.
+// unproven is a folder whose files are removed without the kernel's proof: on somebody's word, or because an earlier sweep
+// had emptied them.
 type unproven struct{ *folder }
 
 // Claim is part of Names. It keeps nobody waiting, and sees only who has a lock.
@@ -274,7 +275,7 @@ func (d *folder) facts(name string, st *unix.Stat_t, proof Proof, seen bool, by 
 		f.Connect = Answer{Asked: true, Err: err}
 		return f, vanished(err)
 	}
-	if st.Size == 0 && !leftover {
+	if st.Size == 0 {
 		return f, nil
 	}
 	fd, _, err := d.open(name, unix.O_RDONLY, idOf(st))

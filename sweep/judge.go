@@ -3,6 +3,7 @@ package sweep
 import (
 	"errors"
 	"fmt"
+	"io/fs"
 	"strings"
 	"time"
 
@@ -81,7 +82,10 @@ func Judge(f Facts, r Rules) Judgement {
 	}
 	evidence, why := held(f)
 	switch {
-	case f.SizeBytes == 0 && r.Proof == ByLease && !f.Leftover:
+	case f.SizeBytes == 0 && r.Proof == ByLease && f.Leftover:
+		// Whoever has it open came too late for what it was, and learns that from a file without a name.
+		return verdict(Stale, evidence, "an earlier sweep was killed after it had emptied it")
+	case f.SizeBytes == 0 && r.Proof == ByLease:
 		return verdict(Starting, evidence, "empty: its owner has made it and not yet sized it")
 	case len(evidence) > 0:
 		return verdict(Live, evidence, "%s", why)
@@ -92,7 +96,7 @@ func Judge(f Facts, r Rules) Judgement {
 	}
 	if !proof.Asked || proof.Err != nil {
 		age := r.MinAge
-		if age < 0 {
+		if age < 0 && !errors.Is(proof.Err, fs.ErrPermission) { // there time tells nothing: another user would know at once
 			age = noLeaseAge
 		}
 		if f.Age < age {

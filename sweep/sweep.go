@@ -40,6 +40,8 @@ type Options struct {
 	Pause func(context.Context, time.Duration) error
 	PID   int // marks the names of files that are being removed
 	Note  func(format string, args ...any)
+
+	wrap func(Names) Names // what removal works through; nil: the folder itself
 }
 
 // UnknownFamilyError names a family that does not exist.
@@ -332,14 +334,19 @@ func (s *sweeper) rules(e *entry) Rules {
 }
 
 // names is the entry's folder as removal needs it.
-func (s *sweeper) names(e *entry, forced bool) Names {
+func (s *sweeper) names(e *entry, forced bool) (n Names) {
 	switch {
 	case e.family.Proof == ByConnect:
-		return sockets{s.d}
-	case forced:
-		return unproven{s.d}
+		n = sockets{s.d}
+	case forced, e.stat.Size == 0: // an emptied leftover: nothing else of no size is removed
+		n = unproven{s.d}
+	default:
+		n = s.d
 	}
-	return s.d
+	if s.o.wrap != nil {
+		n = s.o.wrap(n)
+	}
+	return n
 }
 
 // take removes the entry. It is false when another hand has.
