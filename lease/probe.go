@@ -32,8 +32,8 @@ func (k *Kernel) Probe(dir int) ([]Step, error) {
 		return nil, fmt.Errorf("%w: file system %#x is none that only this kernel is known to write", ErrNoAnswer, uint32(st.Type))
 	}
 	fd, err := unix.Openat(dir, ".", unix.O_TMPFILE|unix.O_RDWR|unix.O_CLOEXEC, 0o600)
-	if err != nil && st.Type == unix.TMPFS_MAGIC { // full, or read-only: a memfd lies on a tmpfs of the kernel's own
-		fd, err = unix.MemfdCreate("kvlift-sweep", unix.MFD_CLOEXEC)
+	if err != nil && st.Type == unix.TMPFS_MAGIC { // full, or read-only
+		fd, err = memfd()
 	}
 	if err != nil {
 		return nil, fmt.Errorf("%w: no scratch file to try a lease on: %w", ErrNoAnswer, err)
@@ -62,6 +62,17 @@ func (k *Kernel) Probe(dir int) ([]Step, error) {
 		}
 	}
 	return steps, nil
+}
+
+// memfd makes a scratch file on a tmpfs of the kernel's own. The kernel does not count the descriptor that it makes it with
+// as one that is open for writing, so another one takes its place.
+func memfd() (int, error) {
+	made, err := unix.MemfdCreate("kvlift-sweep", unix.MFD_CLOEXEC)
+	if err != nil {
+		return -1, err
+	}
+	fd, err := unix.Open(fmt.Sprintf("/proc/self/fd/%d", made), unix.O_RDWR|unix.O_CLOEXEC, 0)
+	return fd, errors.Join(err, unix.Close(made))
 }
 
 // scratch is the file that Probe tries leases on.

@@ -139,6 +139,21 @@ func (n *naive) Claim(name string, id holders.ID) (Claim, error) {
 	return naiveClaim{c}, nil
 }
 
+// unemptied leaves a removed file its memory.
+type unemptied struct{ Names }
+
+func (n unemptied) Claim(name string, id holders.ID) (Claim, error) {
+	c, err := n.Names.Claim(name, id)
+	if err != nil {
+		return nil, err
+	}
+	return unemptiedClaim{c}, nil
+}
+
+type unemptiedClaim struct{ Claim }
+
+func (unemptiedClaim) Empty() error { return nil }
+
 type naiveClaim struct{ Claim }
 
 func (naiveClaim) Alone() bool  { return true }
@@ -151,8 +166,11 @@ func loopMode(args []string) error {
 	o := options(args[0])
 	gaveBack := 0
 	o.wrap = func(n Names) Names {
-		if args[1] == "naive" {
+		switch args[1] {
+		case "naive":
 			n = &naive{Names: n}
+		case "unemptied":
+			n = unemptied{n}
 		}
 		return hook(n, func(step string, _ Claim) error {
 			if step == "rename back" {
