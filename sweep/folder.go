@@ -157,8 +157,12 @@ type fileClaim struct {
 func (c *fileClaim) Alone() bool { return c.lease.Whole() }
 
 // Empty is for a file that nobody has, though somebody may wait for it. Whoever waits cannot have got it yet, unless this
-// process has slept.
+// process has slept. A file with another name keeps what is in it: that name is nobody's to empty.
 func (c *fileClaim) Empty() error {
+	var st unix.Stat_t
+	if err := unix.Fstat(c.fd, &st); err != nil || st.Nlink > 1 {
+		return err
+	}
 	if !c.lease.InTime() {
 		return fmt.Errorf("%w: the lease was held for too long", lease.ErrNoAnswer)
 	}
