@@ -17,6 +17,7 @@ import (
 
 	"kvlift/bench"
 	"kvlift/status"
+	"kvlift/sweep"
 	"kvlift/wire"
 )
 
@@ -136,6 +137,9 @@ func jsonFields(v reflect.Type, prefix string) []string {
 	case reflect.Struct:
 		var out []string
 		for f := range v.Fields() {
+			if !f.IsExported() {
+				continue
+			}
 			name, _, _ := strings.Cut(f.Tag.Get("json"), ",")
 			if prefix != "" {
 				name = prefix + "." + name
@@ -149,7 +153,7 @@ func jsonFields(v reflect.Type, prefix string) []string {
 
 func TestJSONDocumented(t *testing.T) {
 	text := page(t, "docs/operations.md")
-	for name, v := range map[string]any{"status fields": status.Document{}, "verify fields": verifyReport{}, "replay fields": bench.Result{}, "engine fields": engineFigures{}, "neighbours fields": bench.NeighbourResult{}} {
+	for name, v := range map[string]any{"status fields": status.Document{}, "verify fields": verifyReport{}, "replay fields": bench.Result{}, "engine fields": engineFigures{}, "neighbours fields": bench.NeighbourResult{}, "sweep fields": sweep.Report{}} {
 		var got []string
 		for _, m := range regexp.MustCompile("(?m)^\\| (`[^|]+`) \\|").FindAllStringSubmatch(section(t, text, name), -1) {
 			for _, f := range strings.Split(m[1], ", ") {
@@ -179,7 +183,7 @@ func TestJSONDocumented(t *testing.T) {
 func ownText(t *testing.T) map[string]string {
 	t.Helper()
 	out := map[string]string{"README.md": page(t, "README.md"), "Makefile": page(t, "Makefile")}
-	for _, dir := range []string{"docs", "packaging"} {
+	for _, dir := range []string{"docs", "packaging", "contrib"} {
 		err := filepath.WalkDir(dir, func(p string, d fs.DirEntry, err error) error {
 			if err == nil && d.Type().IsRegular() && filepath.Ext(p) != ".go" {
 				out[p] = page(t, p)
@@ -196,6 +200,9 @@ func ownText(t *testing.T) map[string]string {
 // TestCommandsInText holds what readers may copy, commands and variables, to what there is.
 func TestCommandsInText(t *testing.T) {
 	flags, variables := map[string][]string{}, map[string]bool{"KVLIFT_NEED_SHARED": true}
+	for _, m := range regexp.MustCompile(`\$\{(KVLIFT_[A-Z_]+):-`).FindAllStringSubmatch(page(t, "contrib/entrypoint.sh"), -1) {
+		variables[m[1]] = true
+	}
 	commands(newApp(io.Discard, io.Discard).Commands, "", func(path string, c *cli.Command) {
 		flags[path] = []string{"help", "h"}
 		for _, f := range c.Flags {

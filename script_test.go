@@ -8,6 +8,7 @@ import (
 	"net"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"regexp"
 	"slices"
 	"strconv"
@@ -33,12 +34,13 @@ func TestMain(m *testing.M) {
 //	exits CODE PROGRAM ARGS...   run it and compare its exit status
 //	dial SOCKET                  wait until somebody answers on the socket
 //	term                         send SIGTERM to the command started in the background last
+//	appears FILE                 wait until a file is there
 //	hold SOCKET                  connect and stay connected until the script ends, without a word
 //	json PATH VALUE              compare a value in the JSON of stdout; PATH is dotted, VALUE is JSON
 //	scribble META PART           flip a bit of the first used record of a part: namespace, session or entry
 //	flags-have-env               every flag in the help on stdout names an environment variable
 //
-// and $SHM, an empty folder on the memory file system.
+// and $SHM, an empty folder on the memory file system, and $CONTRIB, the folder contrib.
 func TestScripts(t *testing.T) {
 	testscript.Run(t, testscript.Params{
 		Dir:                "testdata/script",
@@ -51,10 +53,15 @@ func TestScripts(t *testing.T) {
 			env.Defer(func() { _ = os.RemoveAll(dir) }) // a leftover would be memory; nobody is left to be told
 			env.Setenv("SHM", dir)
 			env.Setenv("XDG_RUNTIME_DIR", dir)
+			contrib, err := filepath.Abs("contrib")
+			env.Setenv("CONTRIB", contrib)
+			if err != nil {
+				return err
+			}
 			return nil
 		},
 		Cmds: map[string]func(*testscript.TestScript, bool, []string){
-			"exits": exits, "dial": dial, "term": term, "hold": hold, "json": jsonValue, "scribble": scribble, "flags-have-env": flagsHaveEnv,
+			"exits": exits, "dial": dial, "appears": appears, "term": term, "hold": hold, "json": jsonValue, "scribble": scribble, "flags-have-env": flagsHaveEnv,
 		},
 	})
 }
@@ -95,6 +102,21 @@ func dial(ts *testscript.TestScript, neg bool, args []string) {
 		case <-tick.C:
 		case <-limit:
 			ts.Fatalf("nobody answers: %v", err)
+		}
+	}
+}
+
+func appears(ts *testscript.TestScript, neg bool, args []string) {
+	if neg || len(args) != 1 {
+		ts.Fatalf("usage: appears FILE")
+	}
+	for end := time.Now().Add(20 * time.Second); ; time.Sleep(2 * time.Millisecond) {
+		_, err := os.Stat(ts.MkAbs(args[0]))
+		if err == nil {
+			return
+		}
+		if time.Now().After(end) {
+			ts.Fatalf("it does not appear: %v", err)
 		}
 	}
 }

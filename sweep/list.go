@@ -19,6 +19,8 @@ type entry struct {
 	family *Family
 	asked  bool
 	stat   *unix.Stat_t
+	other  *entry // of meta its arena, and the other way round
+	kept   bool   // it was looked at, and stays
 }
 
 func (e *entry) path() string { return path.Join(e.top.path, e.sub, e.name) }
@@ -105,7 +107,13 @@ func (l *lister) match(top *folder, sub, name string, st *unix.Stat_t, kind Plac
 		asked := !f.Optional || l.asked[f.Name]
 		here := f.Lies == kind || f.Lies == Below && kind == Beside
 		if here && (asked || kind == Arena) && f.Has(was) {
-			l.entries = append(l.entries, &entry{top, sub, name, f, asked, st})
+			e := &entry{top: top, sub: sub, name: name, family: f, asked: asked, stat: st}
+			for i := len(l.entries) - 1; kind == Arena && name == "arena" && i >= 0 && l.entries[i].sub == sub && l.entries[i].top == top; i-- {
+				if l.entries[i].name == "meta" {
+					e.other, l.entries[i].other = l.entries[i], e
+				}
+			}
+			l.entries = append(l.entries, e)
 			return
 		}
 	}

@@ -80,11 +80,12 @@ func TestArena(t *testing.T) {
 	asked := func(o *Options) { o.Families = []string{"kvlift-arena"} }
 	for _, c := range []struct {
 		held, left string
-	}{{"", ""}, {"meta", "kvlift-x/arena kvlift-x/meta"}, {"arena", "kvlift-x/arena"}} {
+	}{{"", ""}, {"meta", "kvlift-x/arena kvlift-x/meta"}, {"arena", "kvlift-x/arena kvlift-x/meta"}} {
 		t.Run("held "+c.held, func(t *testing.T) {
 			dir := shm(t)
 			write(t, filepath.Join(dir, "kvlift-x/arena"))
 			write(t, filepath.Join(dir, "kvlift-x/meta"))
+			write(t, filepath.Join(dir, "kvlift-x/arena.new")) // of a daemon that was killed
 			if c.held != "" {
 				spawn(t, "hold", nil, filepath.Join(dir, "kvlift-x", c.held), "mapped").expect("ready")
 			}

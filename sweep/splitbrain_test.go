@@ -105,8 +105,8 @@ func TestLateJoiner(t *testing.T) {
 	}
 	for _, how := range []string{"naive", "unemptied"} {
 		n := 0
-		for tries := 0; n == 0 && tries < 5; tries++ {
-			n = splitBrains(t, how, runs)
+		for tries := 0; n == 0 && tries < 10; tries++ {
+			n = splitBrains(t, how, 300)
 		}
 		if n == 0 {
 			t.Errorf("%s: no engine was split: the test cannot fail", how)

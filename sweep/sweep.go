@@ -236,10 +236,9 @@ type sweeper struct {
 	o    Options
 	scan *holders.Scan
 
-	top  *folder
-	sub  string
-	d    *folder
-	kept map[string]bool // folders of arenas whose meta file stays
+	top *folder
+	sub string
+	d   *folder
 }
 
 // enter opens the entry's folder.
@@ -264,39 +263,44 @@ func (s *sweeper) close() error {
 	return d.Close()
 }
 
+// judge looks at one entry. The error is errReplaced, fs.ErrNotExist, or that the folder cannot be read.
+func (s *sweeper) judge(e *entry) (Facts, Judgement, error) {
+	var by []holders.Holder
+	if s.scan != nil {
+		by = s.scan.Holders[idOf(e.stat)]
+	}
+	if err := s.enter(e); err != nil {
+		return Facts{}, Judgement{}, err
+	}
+	facts, err := s.d.facts(e.name, e.stat, e.family.Proof, s.scan != nil, by, s.o.Now())
+	return facts, Judge(facts, s.rules(e)), err
+}
+
+const replaced = "another file has its name since: left for the next sweep"
+
 // file judges one entry and does what is to be done. It is false for a name that is gone.
 func (s *sweeper) file(e *entry) (File, bool) {
 	f := File{Path: e.path(), Family: e.family.Name, Evidence: []string{}, Owners: []Owner{}, SizeBytes: e.stat.Size, AllocatedBytes: e.stat.Blocks * 512, Action: Kept, links: uint64(e.stat.Nlink)}
-	id := idOf(e.stat)
-	var by []holders.Holder
-	if s.scan != nil {
-		by = s.scan.Holders[id]
-	}
-	for _, h := range by {
+	facts, j, err := s.judge(e)
+	for _, h := range facts.Holders {
 		f.Owners = append(f.Owners, Owner{h.PID, h.Comm})
-	}
-	var facts Facts
-	err := s.enter(e)
-	if err == nil {
-		facts, err = s.d.facts(e.name, e.stat, e.family.Proof, s.scan != nil, by, s.o.Now())
 	}
 	f.AgeSeconds = facts.Age.Seconds()
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		return f, false
 	case errors.Is(err, errReplaced):
-		f.Verdict, f.Reason = Starting, "another file has its name since: left for the next sweep"
+		f.Verdict, f.Reason = Starting, replaced
 		return f, true
 	case err != nil:
 		f.Verdict, f.Action, f.Reason = Unknown, Failed, err.Error()
 		return f, true
 	}
-	j := Judge(facts, s.rules(e))
 	f.Verdict, f.Evidence, f.Reason = j.Verdict, j.Evidence, j.Reason
 	forced := f.Verdict == Unknown && slices.Contains(s.o.Force, f.Path)
 	switch {
-	case e.family.Lies == Arena && e.name == "arena" && s.kept[e.sub]:
-		f.Reason += "; kept beside its meta file"
+	case f.Verdict == Stale && s.partKept(e):
+		f.Reason += "; kept beside the other file of its arena"
 	case f.Verdict != Stale && !forced:
 		if facts.Leftover && f.Verdict == Live && s.o.Delete {
 			s.giveBack(e, &f)
@@ -304,17 +308,25 @@ func (s *sweeper) file(e *entry) (File, bool) {
 	case !s.o.Delete:
 		f.Action = WouldRemove
 	default:
-		if !s.take(e, id, forced, &f) {
+		if !s.take(e, idOf(e.stat), forced, &f) {
 			return f, false
 		}
 	}
-	if e.family.Lies == Arena && e.name == "meta" && f.Action != Removed && f.Action != WouldRemove {
-		if s.kept == nil {
-			s.kept = map[string]bool{}
-		}
-		s.kept[e.sub] = true
-	}
+	e.kept = f.Action == Kept || f.Action == Failed
 	return f, true
+}
+
+// partKept tells whether the other file of a whole arena stays. They go together, meta first, or not at all: an engine that
+// outlives its daemon holds the one, and its next daemon needs the other.
+func (s *sweeper) partKept(e *entry) bool {
+	switch {
+	case e.family.Lies != Arena || e.other == nil:
+		return false
+	case e.name == "arena":
+		return e.other.kept
+	}
+	_, j, err := s.judge(e.other)
+	return j.Verdict != Stale && !errors.Is(err, fs.ErrNotExist)
 }
 
 func (s *sweeper) rules(e *entry) Rules {
@@ -378,7 +390,7 @@ func (s *sweeper) take(e *entry, id holders.ID, forced bool, f *File) bool {
 			f.Evidence = []string{"connect"}
 		}
 	case errors.Is(out.err, errReplaced):
-		f.Verdict, f.Evidence, f.Reason = Starting, []string{}, "another file has its name since: left for the next sweep"
+		f.Verdict, f.Evidence, f.Reason = Starting, []string{}, replaced
 	case errors.Is(out.err, lease.ErrNoAnswer):
 		f.Verdict, f.Evidence, f.Reason = Unknown, []string{}, out.err.Error()
 	default:
