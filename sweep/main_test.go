@@ -36,7 +36,7 @@ func TestMain(m *testing.M) {
 		}
 	}
 	run, ok := map[string]func(args []string) error{
-		"hold": holdMode, "populate": populateMode, "sweep": sweepMode, "loop": loopMode, "rank": rankMode, "stop": stopMode,
+		"hold": holdMode, "populate": populateMode, "sweep": sweepMode, "loop": loopMode, "rank": rankMode, "stop": stopMode, "vllm": vllmMode,
 	}[mode]
 	if !ok {
 		fmt.Println("error: no mode", mode)

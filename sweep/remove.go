@@ -52,7 +52,7 @@ type Claim interface {
 // errReplaced says that a name is another file now.
 var errReplaced = errors.New("the name is another file now")
 
-// errHeld says that somebody came while the file was being removed.
+// errCame says that somebody came while the file was being removed.
 var errCame = errors.New("somebody opened it while it was being removed, and has it")
 
 // outcome is what became of a name.

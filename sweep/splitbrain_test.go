@@ -96,25 +96,33 @@ func join(path string, size int64) (*os.File, []byte, error) {
 // ask for the file after the look.
 func TestLateJoiner(t *testing.T) {
 	runs := 1000
-	if raceDetector {
+	if raceDetector || testing.Short() {
 		runs = 200
 	}
-	whole := splitBrains(t, "whole", runs)
-	if whole > 0 {
-		t.Errorf("%d of %d engines were split", whole, runs)
+	// A batch in which the sweep never had a processor shows nothing, so there is another one.
+	met := false
+	for tries := 0; !met && tries < 10; tries++ {
+		split, took := splitBrains(t, "whole", runs)
+		if met = took > 0; split > 0 {
+			t.Errorf("%d of %d engines were split", split, runs)
+		}
+	}
+	if !met {
+		t.Error("the sweep never took a file")
 	}
 	for _, how := range []string{"naive", "unemptied"} {
-		n := 0
-		for tries := 0; n == 0 && tries < 10; tries++ {
-			n = splitBrains(t, how, 300)
+		split := 0
+		for tries := 0; split == 0 && tries < 10; tries++ {
+			split, _ = splitBrains(t, how, 300)
 		}
-		if n == 0 {
+		if split == 0 {
 			t.Errorf("%s: no engine was split: the test cannot fail", how)
 		}
 	}
 }
 
-func splitBrains(t *testing.T, how string, runs int) (split int) {
+// splitBrains returns how many engines were split, and how many files the sweep took, for good or for a moment.
+func splitBrains(t *testing.T, how string, runs int) (split, took int) {
 	dir := shm(t)
 	sweeper := spawn(t, "loop", nil, dir, how)
 	sweeper.expect("ready")
@@ -181,10 +189,7 @@ func splitBrains(t *testing.T, how string, runs int) (split int) {
 		r.finish()
 	}
 	t.Logf("%s: %d runs, %d split brains; %d ranks failed loudly; %d sweeps removed %d files and gave %d back", how, runs, split, failed, rounds, removed, gaveBack)
-	if removed == 0 {
-		t.Error("the sweep removed nothing: it was not there")
-	}
-	return split
+	return split, removed + gaveBack
 }
 
 func inodeOf(t *testing.T, f *os.File) uint64 {
