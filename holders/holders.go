@@ -19,6 +19,7 @@ import (
 	"strconv"
 	"strings"
 	"syscall"
+	"unicode"
 
 	"golang.org/x/sys/unix"
 )
@@ -29,7 +30,7 @@ type ID struct{ Dev, Ino uint64 }
 // Holder is a process that holds a file.
 type Holder struct {
 	PID    int    // in the PID namespace of /proc
-	Comm   string // the name it gives itself; any text
+	Comm   string // the name it gives itself, without control characters
 	Mapped bool   // it maps the file
 	Open   bool   // it has a descriptor of it
 }
@@ -229,5 +230,10 @@ func (p *process) comm() string {
 	defer f.Close() // opened for reading: Close has nothing to report
 	b := make([]byte, 64)
 	n, _ := f.Read(b) // a name of 15 bytes, or nothing
-	return strings.ToValidUTF8(strings.TrimSuffix(string(b[:n]), "\n"), "\ufffd")
+	return strings.Map(func(r rune) rune {
+		if unicode.IsControl(r) { // it is shown on terminals
+			return unicode.ReplacementChar
+		}
+		return r
+	}, strings.ToValidUTF8(strings.TrimSuffix(string(b[:n]), "\n"), string(unicode.ReplacementChar)))
 }

@@ -38,7 +38,7 @@ const region = "7f1c00000000-7f1c00004000 rw-s 00000000 00:1b 17   /dev/shm/r"
 func TestScan(t *testing.T) {
 	id := ID{unix.Mkdev(0, 0x1b), 17}
 	f := machine(t, map[string]string{
-		"proc/7/comm": "engine\n", "proc/7/maps": region + "\n" + region + "\n", "proc/7/fd/.keep": "",
+		"proc/7/comm": "en\x1bg\ni\xffne\n", "proc/7/maps": region + "\n" + region + "\n", "proc/7/fd/.keep": "",
 		"proc/9/comm": "other\n", "proc/9/maps": "7f1c00000000-7f1c00004000 rw-s 00000000 00:1c 17   /dev/shm/r\n", "proc/9/fd/.keep": "",
 		"proc/11/comm": "cut", "proc/11/maps": region[:20], "proc/11/fd/.keep": "",
 		"proc/12/maps": strings.Repeat("x", maxLine+1), "proc/12/fd/.keep": "",
@@ -48,7 +48,7 @@ func TestScan(t *testing.T) {
 		"proc/self/maps": region + "\n", "proc/077/maps": region + "\n",
 	})
 	s := scan(t, f, map[ID]bool{id: true})
-	if got := s.Holders[id]; len(got) != 2 || got[0] != (Holder{7, "engine", true, false}) || got[1] != (Holder{20, "threads", true, false}) {
+	if got := s.Holders[id]; len(got) != 2 || got[0] != (Holder{7, "en\ufffdg\ufffdi\ufffdne", true, false}) || got[1] != (Holder{20, "threads", true, false}) {
 		t.Errorf("holders %+v", got)
 	}
 	if s.Processes != 5 || s.Unreadable != 2 || len(s.Nameless) != 0 {

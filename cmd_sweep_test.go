@@ -1,0 +1,80 @@
+package main
+
+import (
+	"bytes"
+	"strings"
+	"testing"
+
+	"kvlift/sweep"
+)
+
+// TestSweepVerdict: the exit status is 0 only when nothing stale is left, and nothing of which that is not known.
+func TestSweepVerdict(t *testing.T) {
+	file := func(v sweep.Verdict, a sweep.Action) sweep.File {
+		return sweep.File{Path: "/dev/shm/x", Verdict: v, Action: a, AllocatedBytes: 4096, Reason: "why"}
+	}
+	for _, c := range []struct {
+		name  string
+		files []sweep.File
+		want  string
+	}{
+		{"nothing", nil, ""},
+		{"kept", []sweep.File{file(sweep.Live, sweep.Kept), file(sweep.Starting, sweep.Kept), file(sweep.Foreign, sweep.Kept)}, ""},
+		{"removed", []sweep.File{file(sweep.Stale, sweep.Removed)}, ""},
+		{"removed by force", []sweep.File{file(sweep.Unknown, sweep.Removed)}, ""},
+		{"a dry run", []sweep.File{file(sweep.Stale, sweep.WouldRemove), file(sweep.Stale, sweep.WouldRemove)}, "2 files left that nobody uses, 8.0 KiB"},
+		{"unknown", []sweep.File{file(sweep.Unknown, sweep.Kept)}, "it is not known whether anybody holds them"},
+		{"failed", []sweep.File{file(sweep.Stale, sweep.Failed), file(sweep.Live, sweep.Kept)}, "1 file could not be removed"},
+	} {
+		err := sweepVerdict(&sweep.Report{Files: c.files})
+		if (err == nil) != (c.want == "") || err != nil && !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%s: %v, want %q", c.name, err, c.want)
+		}
+		if err != nil {
+			if code, _ := classify(err); code != exitFailed {
+				t.Errorf("%s: exit status %d", c.name, code)
+			}
+		}
+	}
+}
+
+// TestPrintSweep: a line for each file that says why; with --quiet only what was done or is wrong.
+func TestPrintSweep(t *testing.T) {
+	r := &sweep.Report{FreedBytes: 1 << 20, Files: []sweep.File{
+		{Path: "/dev/shm/a", Verdict: sweep.Stale, Action: sweep.Removed, AllocatedBytes: 1 << 20, Reason: "nobody"},
+		{Path: "/dev/shm/b", Verdict: sweep.Live, Action: sweep.Kept, AllocatedBytes: 1 << 30, Reason: "mapped"},
+		{Path: "/dev/shm/c", Verdict: sweep.Unknown, Action: sweep.Kept, Reason: "who knows"},
+		{Path: "/dev/shm/d", Verdict: sweep.Foreign, Action: sweep.Kept, Reason: "a link"},
+	}, Nameless: []sweep.Nameless{{PID: 412, Comm: "engine", Bytes: 4 << 30}}}
+	for _, c := range []struct {
+		all, quiet bool
+		want       string
+	}{
+		{false, false, "a b c 412 1"},
+		{true, false, "a b c d 412 1"},
+		{false, true, "a c 1"},
+	} {
+		var b bytes.Buffer
+		if err := printSweep(&b, r, c.all, c.quiet); err != nil {
+			t.Fatal(err)
+		}
+		var got []string
+		for line := range strings.Lines(b.String()) {
+			switch f := strings.Fields(line); {
+			case strings.Contains(line, "/dev/shm/"):
+				got = append(got, f[4][len("/dev/shm/"):])
+			case strings.Contains(line, "held by"):
+				got = append(got, f[6])
+			default:
+				got = append(got, f[0])
+			}
+		}
+		if s := strings.Join(got, " "); s != c.want {
+			t.Errorf("all %v, quiet %v: %q, want %q:\n%s", c.all, c.quiet, s, c.want, &b)
+		}
+	}
+	var b bytes.Buffer
+	if err := printSweep(&b, &sweep.Report{}, false, false); err != nil || b.Len() > 0 {
+		t.Errorf("of nothing: %q, %v", b.String(), err)
+	}
+}
