@@ -122,6 +122,19 @@ func TestMutants(t *testing.T) {
 	}
 }
 
+// TestDocumented: the rule that a mutant breaks names it.
+func TestDocumented(t *testing.T) {
+	b, err := os.ReadFile("../docs/protocol.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := range mutants {
+		if !strings.Contains(string(b), "`"+mutants[i].name+"`") {
+			t.Errorf("docs/protocol.md does not name %s", mutants[i].name)
+		}
+	}
+}
+
 func tail(s string, n int) string {
 	lines := strings.Split(strings.TrimSpace(s), "\n")
 	return fmt.Sprint(strings.Join(lines[max(0, len(lines)-n):], "\n"))
