@@ -145,6 +145,7 @@ var mutants = []mutant{
 	}},
 	{"leak-orphan", "death", "the end of the last process does not free its reservations", []edit{
 		{"engine/session.go", "	for _, j := range inOrder(s.jobs) {\n		e.endJob(s, j, false)\n	}", "	for _, j := range inOrder(s.jobs) {\n		if !j.store {\n			e.endJob(s, j, false)\n		}\n	}"},
+		{"engine/request.go", "	if !j.doomed && s.manager != nil {", "	if !j.doomed && s.manager != nil || len(s.ranks) == 0 {"},
 	}},
 	{"ack-no-hits", "steady", "no acknowledgement from a step that answered HIT", []edit{
 		{"client/step.go", "	c, ok := e.mirror[*k]\n	return c, ok", "	c, ok := e.mirror[*k]\n	e.busy = e.busy || ok\n	return c, ok"},

@@ -12,6 +12,8 @@ import (
 // draw is what a round is drawn to be: how many there are, and how often what happens. Weights are of a thousand actions.
 type draw struct {
 	engines, keys, pages int
+	least                int // entries for which there is room, at least
+	between              int // per cent of openings of a window in which others act
 	parts                [][]uint32
 	groups               []wire.Group
 	policy               string
@@ -31,7 +33,7 @@ type draw struct {
 // met while everything else happens as well. They are named as those of the model.
 var scenarios = map[string]func(d *draw, rng *rand.Rand){
 	"steady": func(d *draw, rng *rand.Rand) {
-		d.freeze, d.engines, d.keys, d.ahead = 20, 2+rng.IntN(2), 2+rng.IntN(2), 1
+		d.freeze, d.engines, d.keys, d.ahead = 20, 2+rng.IntN(2), 3+rng.IntN(3), 0.3+0.7*rng.Float64()
 	},
 	"late":    func(d *draw, rng *rand.Rand) { d.late, d.abort = 40, 20 },
 	"death":   func(d *draw, rng *rand.Rand) { d.kill, d.copies = 25, 10+rng.IntN(40) },
@@ -53,7 +55,7 @@ func newDraw(rng *rand.Rand, name string) draw {
 		}
 		return 1 + rng.IntN(most)
 	}
-	d := draw{engines: 1 + rng.IntN(3), daemon: 20 + rng.IntN(150), keys: 2 + rng.IntN(7), policy: []string{"lru", "lru", "arc"}[rng.IntN(3)],
+	d := draw{engines: 1 + rng.IntN(3), least: 1, between: 30, daemon: 20 + rng.IntN(150), keys: 2 + rng.IntN(7), policy: []string{"lru", "lru", "arc"}[rng.IntN(3)],
 		ahead: []float64{0, 0.3, 1, 1}[rng.IntN(4)], actions: 300 + rng.IntN(900), copies: 20 + rng.IntN(75),
 		late: some(60), abort: some(20), freeze: some(30), reset: some(15), drop: some(15), kill: some(8), crash: some(10), fence: some(80)}
 	if name == "" && rng.IntN(2) == 0 {
@@ -85,11 +87,11 @@ func newDraw(rng *rand.Rand, name string) draw {
 		}
 		most = max(most, n)
 	}
-	d.pages = most * (1 + rng.IntN(d.keys))
-	if rng.IntN(4) == 0 {
-		d.quotas = []engine.Quota{{Name: "*", Share: 0.3 + 0.6*rng.Float64()}}
+	d.pages = most * min(d.least+rng.IntN(d.keys), max(d.keys-1, d.least)) // not all keys fit
+	if rng.IntN(6) == 0 {
+		d.quotas = []engine.Quota{{Name: "*", Bytes: uint64(most+rng.IntN(d.pages)) * 4096}}
 	}
-	for range 8 {
+	for len(d.speed) < 8 {
 		d.speed = append(d.speed, 5+rng.IntN(100))
 	}
 	return d

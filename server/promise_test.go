@@ -206,7 +206,7 @@ func (w *world) fence() {
 
 // meanwhile lets others act while an engine is between two of its own instructions.
 func (w *world) meanwhile(p *player) {
-	if w.nested || p.attaching || w.rng.IntN(3) > 0 {
+	if w.nested || p.attaching || w.rng.IntN(100) >= w.draw.between {
 		return
 	}
 	w.nested = true
@@ -257,20 +257,20 @@ func (w *world) engineActs(p *player) {
 	switch n := w.rng.IntN(100); {
 	case n < 30:
 		p.lookup(w.rng.IntN(w.draw.keys))
-	case n < 45:
+	case n < 50:
 		if len(p.hits) > 0 {
 			p.load()
 		} else {
 			p.lookup(w.rng.IntN(w.draw.keys))
 		}
-	case n < 67:
-		if w.rng.IntN(3) > 0 {
+	case n < 70:
+		if w.rng.IntN(8) > 0 {
 			p.nextRequest() // what the last one holds could not go
 		}
 		p.reserve(w.rng.IntN(100) < w.draw.late)
-	case n < 75:
+	case n < 77:
 		p.stepEnd()
-	case n < 83:
+	case n < 84:
 		p.tick()
 	case n < 97:
 		p.nextRequest()
