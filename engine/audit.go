@@ -80,6 +80,9 @@ func (e *Engine) audit() error {
 		if e.slots[i].children != children[i] {
 			return fmt.Errorf("entry %d: %d children, %d counted", i, children[i], e.slots[i].children)
 		}
+		if f := e.slots[i].flags; children[i] > 0 && f&slotContinued == 0 || children[i] > 1 && f&slotForked == 0 {
+			return fmt.Errorf("entry %d: %d children, flags %#x", i, children[i], f)
+		}
 	}
 	var walked [restore.Useless + 1]uint64
 	last, lastClass := uint64(0), restore.Useless

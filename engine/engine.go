@@ -69,10 +69,12 @@ type Sink interface {
 	Removed(epoch uint64, ref block.Ref, key *block.Key)
 }
 
-// Flags of a slot.
+// Flags of a slot. The last two stay until the record is free, whatever became of what went on from it.
 const (
-	slotAcked  = 1 << iota // EVICTING, and every session has acknowledged it: only pins keep the page
-	slotShared             // more than one request has used it since it was last idle
+	slotAcked     = 1 << iota // EVICTING, and every session has acknowledged it: only pins keep the page
+	slotShared                // more than one request has used it since it was last idle
+	slotContinued             // a chunk went on from this one
+	slotForked                // another one, too
 )
 
 // slot is what the engine remembers of a record besides the record.
@@ -272,11 +274,17 @@ func (e *Engine) alive(r block.Ref) bool {
 
 // countChild counts a record as a child of the one that it continues.
 func (e *Engine) countChild(parent block.Ref) {
-	if e.alive(parent) {
-		if c := &e.slots[parent.Entry].children; *c < maxChildren {
-			*c++
-		}
+	if !e.alive(parent) {
+		return
 	}
+	s := &e.slots[parent.Entry]
+	if s.children < maxChildren {
+		s.children++
+	}
+	if s.flags&slotContinued != 0 {
+		s.flags |= slotForked
+	}
+	s.flags |= slotContinued
 }
 
 // unindex takes a record's key out of the index and leaves it in e.key.

@@ -21,7 +21,8 @@ type request struct {
 	jobs     int         // open
 	finished bool
 	hint     Hint        // once it has finished
-	tails    []block.Ref // the deepest entry of each group so far: the parent of the next
+	news     bool        // entries were taken or became READY, or jobs ended, since trim last looked
+	tails    []block.Ref // the last whole chunk of each group so far: the parent of the next
 }
 
 // job is a transfer between engine and arena.
@@ -68,12 +69,18 @@ func (e *Engine) take(r *request, ns *namespace, id uint32, group uint16) {
 	e.hold(id)
 	e.table.SetTick(id, r.tick)
 	r.entries = append(r.entries, ref)
+	r.news = true
 	r.session.open++
-	r.follow(ns, group, ref)
+	_, _, position, _ := e.table.Place(id)
+	r.follow(ns, group, position, ref)
 }
 
-// follow notes the deepest entry of a group: the parent of the next one.
-func (r *request) follow(ns *namespace, group uint16, ref block.Ref) {
+// follow notes the last whole chunk of a group: the parent of the next one. Nothing goes on from the part of a chunk that
+// a prompt has ended in: a longer prompt stores the whole chunk in its place.
+func (r *request) follow(ns *namespace, group uint16, position uint32, ref block.Ref) {
+	if int(group) < len(ns.Groups) && ns.Groups[group].Kind == meta.Full && ns.Groups[group].ChunkTokens > 0 && position%ns.Groups[group].ChunkTokens != 0 {
+		return
+	}
 	if r.tails == nil {
 		r.tails = make([]block.Ref, len(ns.groups))
 		for g := range r.tails {
@@ -294,6 +301,7 @@ func (e *Engine) endJob(s *Session, j *job, commit bool) {
 		e.counters.Aborted += uint64(len(j.refs))
 	}
 	j.req.jobs--
+	j.req.news = true
 	e.closeRequest(s, j.req)
 }
 

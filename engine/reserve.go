@@ -161,7 +161,7 @@ func (e *Engine) offer(s *Session, r *request, j *job, o *block.Offer, h uint64,
 	ref := block.Ref{Entry: id, Gen: gen}
 	r.entries = append(r.entries, ref)
 	s.open += 2
-	r.follow(ns, o.Group, ref)
+	r.follow(ns, o.Group, o.Position, ref)
 	j.refs = append(j.refs, ref)
 	return Slot{Outcome: Accepted, Ref: ref, Extents: len(xs)}
 }

@@ -131,6 +131,28 @@ func (s *shelf) store(req uint64, chunks ...chunk) int {
 	return n
 }
 
+// load pins stored chunks and unpins them.
+func (s *shelf) load(req uint64, chunks ...chunk) {
+	s.t.Helper()
+	var refs []block.Ref
+	for _, c := range chunks {
+		k := c.key()
+		id, ok := s.e.index.Find(s.e.index.Hash(s.s.ns.index, &k), s.s.ns.index, &k)
+		if !ok {
+			s.t.Fatalf("%+v is not stored", c)
+		}
+		refs = append(refs, block.Ref{Entry: id, Gen: s.e.slots[id].gen})
+	}
+	s.job++
+	if err := s.e.Pin(s.s, s.job, req, refs); err != nil {
+		s.t.Fatal(err)
+	}
+	if err := s.e.Unpin(s.s, s.job); err != nil {
+		s.t.Fatal(err)
+	}
+	s.audit()
+}
+
 func (s *shelf) finish(req uint64) { s.finishAs(req, NoHint) }
 
 // finishAs ends a request a second later, with a hint.
@@ -246,6 +268,54 @@ func TestForksKeepTheirs(t *testing.T) {
 		s.worth(want, chunk{"p", 1, 200})
 		s.worth(restore.Needed, chunk{name, 1, 300})
 	}
+}
+
+// TestForkOutlivesWhatWentOn: two prompts have parted behind a chunk, and what the first stored behind it has gone since.
+func TestForkOutlivesWhatWentOn(t *testing.T) {
+	s := newShelf(t, 64, attention, state)
+	s.store(1, slices.Concat(chain("p", 0, 100, 300, 100), []chunk{{"p", 1, 100}})...)
+	s.finish(1)
+	s.worth(restore.Useless, chain("p", 0, 200, 300, 100)...)
+	s.store(2, chain("fill", 0, 100, 6200, 100)...) // of 64 pages 4 are taken, and the two useless are the first to go
+	s.gone(chain("p", 0, 200, 300, 100)...)
+	s.finish(2)
+	s.store(3, chunk{"p", 0, 100}, chunk{"p", 1, 100}, chunk{"y", 0, 200}, chunk{"y", 1, 200})
+	s.finish(3)
+	s.worth(restore.Needed, chunk{"p", 1, 100}, chunk{"y", 1, 200})
+}
+
+// TestUsedStaysNeeded: a restore point that a load has used is not optional because that prompt went on from it.
+func TestUsedStaysNeeded(t *testing.T) {
+	s := newShelf(t, 64, attention, state)
+	head := slices.Concat(chain("p", 0, 100, 200, 100), []chunk{{"p", 1, 100}, {"p", 1, 200}})
+	s.store(1, head...)
+	s.finish(1)
+	s.load(2, chain("p", 0, 100, 200, 100)...)
+	s.load(2, chunk{"p", 1, 200})
+	s.store(2, slices.Concat(head[2:3], chain("p", 0, 300, 400, 100), []chunk{{"p", 1, 400}})...)
+	s.finish(2)
+	s.worth(restore.Needed, chunk{"p", 1, 200}, chunk{"p", 1, 400})
+	s.worth(restore.Optional, chunk{"p", 1, 100})
+	s.restart()
+	s.store(3, slices.Concat(chain("p", 0, 100, 500, 100), []chunk{{"p", 1, 200}, {"p", 1, 400}, {"p", 1, 500}})...)
+	s.finish(3)
+	s.worth(restore.Needed, chunk{"p", 1, 200}, chunk{"p", 1, 500})
+	s.worth(restore.Optional, chunk{"p", 1, 400})
+}
+
+// TestPartOfAChunk: a prompt may end inside a chunk, and its last part is a restore point of its own. A longer prompt goes on
+// from the chunk before that part.
+func TestPartOfAChunk(t *testing.T) {
+	s := newShelf(t, 64, attention, state)
+	s.store(1, slices.Concat(chain("p", 0, 100, 200, 100), []chunk{{"p", 1, 200}})...)
+	s.store(1, chunk{"p", 1, 230}, chunk{"p", 0, 230})
+	s.finish(1)
+	s.worth(restore.Needed, chunk{"p", 0, 200}, chunk{"p", 0, 230}, chunk{"p", 1, 230})
+	s.worth(restore.Optional, chunk{"p", 1, 200})
+	s.store(2, chunk{"p", 0, 100}, chunk{"p", 0, 200}, chunk{"p", 0, 230}, chunk{"p", 1, 230}, chunk{"p", 0, 300}, chunk{"p", 0, 400}, chunk{"p", 1, 400})
+	s.finish(2)
+	s.worth(restore.Needed, chunk{"p", 0, 300}, chunk{"p", 0, 400}, chunk{"p", 1, 400})
+	s.worth(restore.Optional, chunk{"p", 0, 230}, chunk{"p", 1, 230})
 }
 
 // TestBehindAGap: a chunk whose predecessor was refused serves nothing and goes first.

@@ -1,8 +1,6 @@
 package engine
 
 import (
-	"slices"
-
 	"kvlift/block"
 	"kvlift/meta"
 	"kvlift/restore"
@@ -15,28 +13,32 @@ func (e *Engine) worth(r *request, running bool) map[block.Ref]restore.Class {
 	if ns == nil || e.unbroken(r, ns) {
 		return nil
 	}
-	var refs []block.Ref
-	var items []restore.Item
+	refs, items := make([]block.Ref, 0, len(r.entries)), make([]restore.Item, 0, len(r.entries))
 	type place struct {
 		group    uint16
 		position uint32
 	}
-	seen := map[place]bool{}
+	seen := make(map[place]block.Ref, len(r.entries))
 	for _, ref := range r.entries {
-		if !e.alive(ref) || e.slots[ref.Entry].state != meta.Ready || e.slots[ref.Entry].ns != ns.index || slices.Contains(refs, ref) {
+		if !e.alive(ref) || e.slots[ref.Entry].state != meta.Ready || e.slots[ref.Entry].ns != ns.index {
 			continue
 		}
 		_, g, pos, _ := e.table.Place(ref.Entry)
-		if pos == 0 || seen[place{g, pos}] {
+		other, twice := seen[place{g, pos}]
+		if twice && other == ref {
+			continue
+		}
+		if twice || pos == 0 {
 			return nil // not one chain, or one whose positions nobody has said
 		}
-		seen[place{g, pos}] = true
+		seen[place{g, pos}] = ref
 		refs = append(refs, ref)
-		items = append(items, restore.Item{Group: g, Position: pos, Fork: e.slots[ref.Entry].children > 1, Gap: e.behindGap(ns, ref, g, pos)})
+		items = append(items, restore.Item{Group: g, Position: pos, Fork: e.slots[ref.Entry].flags&slotForked != 0,
+			Used: e.table.Frequent(ref.Entry), Gap: e.behindGap(ns, ref, g, pos)})
 	}
 	groups := make([]restore.Group, len(ns.Groups))
 	for g, v := range ns.Groups {
-		groups[g] = restore.Group{Kind: v.Kind, Chunk: v.ChunkTokens, Window: v.Window}
+		groups[g] = restore.Group{Kind: v.Kind, Chunk: v.ChunkTokens, Window: v.Window, Pages: ns.groups[g].pages}
 	}
 	class := make([]restore.Class, len(items))
 	restore.Classify(groups, items, class, running)
@@ -84,11 +86,13 @@ func (e *Engine) behindGap(ns *namespace, ref block.Ref, g uint16, pos uint32) b
 }
 
 // trim lets go of what a running request has overtaken itself: older states and windows than its deepest restore point
-// needs. It tells whether there was something.
+// needs. It tells whether there was something. It looks again only after something has changed: it is asked for each victim,
+// and what it looks through is the whole chain.
 func (e *Engine) trim(r *request) bool {
-	if !r.session.ns.mixed {
+	if !r.session.ns.mixed || !r.news {
 		return false
 	}
+	r.news = false
 	class := e.worth(r, true)
 	var spare []block.Ref
 	keep := r.entries[:0]

@@ -24,6 +24,8 @@ func full(n int, f func(*Item)) (out []Item) {
 func TestClassify(t *testing.T) {
 	state := func(pos uint32) Item { return Item{Group: 1, Position: pos} }
 	window := func(pos uint32) Item { return Item{Group: 2, Position: pos} }
+	used := func(i Item) Item { i.Used = true; return i }
+	light := []Group{{Kind: meta.Full, Chunk: 100, Pages: 1}, {Kind: meta.StateG, Chunk: 100, Pages: 1}}
 	cases := []struct {
 		name    string
 		groups  []Group
@@ -48,6 +50,20 @@ func TestClassify(t *testing.T) {
 		{"states and windows never meet", hybrid, append(full(3, nil), state(200), window(200), window(250), window(300)), false, 0, "UUUUUUU"},
 		{"window of unknown width counts as full", []Group{{Kind: meta.Full, Chunk: 100}, {Kind: meta.Window, Chunk: 100}},
 			[]Item{{Position: 100}, {Position: 200}, {Group: 1, Position: 100}}, false, 100, "NNN"},
+		{"older state below a fork", hybrid[:2], append(full(4, func(i *Item) { i.Fork = i.Position == 300 }), state(100), state(200), state(400)), false, 400, "NNNNONN"},
+		{"a fork below every state", hybrid[:2], append(full(3, func(i *Item) { i.Fork = i.Position == 100 }), state(200), state(300)), false, 300, "NNNON"},
+		{"older state that was used", hybrid[:2], append(full(3, nil), used(state(100)), state(200), state(300)), false, 300, "NNNNON"},
+		{"windows of which a load read all", hybrid, append(full(2, nil), used(state(100)), used(window(50)), used(window(100)), state(200), window(150), window(200)), false, 200, "NNNNNNNN"},
+		{"windows of which a load read some", hybrid, append(full(2, nil), used(state(100)), window(50), used(window(100)), state(200), window(150), window(200)), false, 200, "NNOONNNN"},
+		{"the one before the deepest weighs little", light, append(full(9, nil), state(700), state(800), state(900)), false, 900, "NNNNNNNNN" + "ONN"},
+		{"the one before the deepest weighs too much", light, append(full(8, nil), state(700), state(800)), false, 800, "NNNNNNNN" + "ON"},
+		{"older state that was used, running", hybrid[:2], append(full(3, nil), used(state(100)), state(200), state(300)), true, 300, "NNNOON"},
+		{"the one before the deepest, running", light, append(full(9, nil), state(800), state(900)), true, 900, "NNNNNNNNN" + "ON"},
+		{"part of a chunk", hybrid[:2], append(full(2, nil), state(200), Item{Position: 230}, state(230)), false, 230, "NNONN"},
+		{"part of a chunk, overtaken", hybrid[:2], append(full(3, nil), state(200), Item{Position: 230}, state(230), state(300)), false, 300, "NNNOOON"},
+		{"part of a chunk without a state", hybrid[:2], append(full(2, nil), state(200), Item{Position: 230}), false, 200, "NNNU"},
+		{"part of a chunk behind a gap", hybrid[:2], append(full(1, nil), state(100), Item{Position: 230}, state(230)), false, 100, "NNUU"},
+		{"part of a chunk, dense", hybrid[:1], append(full(2, nil), Item{Position: 230}), false, 200, "NNN"},
 	}
 	for _, c := range cases {
 		out := make([]Class, len(c.items))
@@ -66,16 +82,27 @@ func TestClassify(t *testing.T) {
 // the optional ones the deepest is.
 func TestDropping(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		groups := []Group{{Kind: meta.Full, Chunk: 4}}
+		pages := rapid.Uint32Range(0, 2).Draw(t, "pages")
+		groups := []Group{{Kind: meta.Full, Chunk: 4, Pages: pages}}
 		for range rapid.IntRange(0, 2).Draw(t, "more groups") {
 			kind := rapid.SampledFrom([]meta.GroupKind{meta.Full, meta.StateG, meta.Window, meta.Draft}).Draw(t, "kind")
-			groups = append(groups, Group{Kind: kind, Chunk: rapid.SampledFrom([]uint32{2, 4, 8}).Draw(t, "chunk"), Window: rapid.Uint32Range(0, 3).Draw(t, "window")})
+			groups = append(groups, Group{Kind: kind, Chunk: rapid.SampledFrom([]uint32{2, 4, 8}).Draw(t, "chunk"), Window: rapid.Uint32Range(0, 3).Draw(t, "window"), Pages: pages})
 		}
 		var items []Item
+		plain := pages == 0 // nothing but the deepest restore point is kept
 		for g := range groups {
 			for p := groups[g].Chunk; p <= 40; p += groups[g].Chunk {
 				if rapid.IntRange(0, 9).Draw(t, "there") > 0 {
-					items = append(items, Item{Group: uint16(g), Position: p, Fork: rapid.IntRange(0, 9).Draw(t, "fork") == 0})
+					it := Item{Group: uint16(g), Position: p, Fork: rapid.IntRange(0, 9).Draw(t, "fork") == 0, Used: rapid.IntRange(0, 9).Draw(t, "used") == 0}
+					plain = plain && !it.Fork && !it.Used
+					items = append(items, it)
+				}
+			}
+		}
+		if tail := rapid.Uint32Range(1, 40).Draw(t, "part of a chunk"); tail%4 != 0 {
+			for g := range groups {
+				if k := groups[g].kind(); k == meta.Full && tail%groups[g].Chunk != 0 || k == meta.StateG && tail%groups[g].Chunk != 0 {
+					items = append(items, Item{Group: uint16(g), Position: tail})
 				}
 			}
 		}
@@ -92,8 +119,10 @@ func TestDropping(t *testing.T) {
 			return k
 		}
 		if newChain(groups, items).mixed {
-			all, less := newChain(groups, items).points(), newChain(groups, keep(Optional)).points()
-			if len(all) != len(less) {
+			all, less := newChain(groups, items), newChain(groups, keep(Optional))
+			all.points(false)
+			less.points(false)
+			if all, less := all.at, less.at; len(all) != len(less) {
 				t.Fatalf("restore points %v became %v without the useless items", all, less)
 			}
 		}
@@ -101,16 +130,7 @@ func TestDropping(t *testing.T) {
 		if got := Classify(groups, k, make([]Class, len(k)), false); got != deepest {
 			t.Fatalf("deepest restore point %d became %d when only what it needs is kept", deepest, got)
 		}
-		for i := range k { // and nothing of that can be spared, but for forks
-			if k[i].Fork {
-				return
-			}
-		}
-		hasFork := false
-		for i := range items {
-			hasFork = hasFork || items[i].Fork
-		}
-		if hasFork || deepest == 0 {
+		if !plain || deepest == 0 { // else nothing of that can be spared
 			return
 		}
 		for i := range k {
