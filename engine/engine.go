@@ -170,9 +170,10 @@ func (e *Engine) now() int64 {
 // tickShift is how far milliseconds stand above the counter in a recency stamp.
 const tickShift = 22
 
-// usable tells whether a store may take the entry away now as far as time is concerned.
+// oldEnough tells whether a store may take the entry away now as far as time is concerned. The guard keeps prompts from
+// pushing each other out in turn; what no prompt needs is not worth refusing one for.
 func (e *Engine) oldEnough(id uint32) bool {
-	if e.opts.MinIdle <= 0 || e.slots[id].class == restore.Useless {
+	if e.opts.MinIdle <= 0 || e.slots[id].class != restore.Needed {
 		return true
 	}
 	return e.now()-int64(e.table.Tick(id)>>tickShift) >= e.opts.MinIdle.Milliseconds()

@@ -350,19 +350,22 @@ func TestInterleavedConversations(t *testing.T) {
 	s.gone(chain("p", 0, 300, 600, 100)...)
 }
 
-// TestYoungOptionalHidesNothing: what is optional and young may not go yet, and must not hide what is needed and old.
-func TestYoungOptionalHidesNothing(t *testing.T) {
-	s := newWideShelf(t, 9, 2, attention, state) // a chunk of attention takes more than one victim
+// TestGuardKeepsWhatIsNeeded: the idle guard keeps a prompt from pushing another one out, but not from taking the place of
+// what none needs.
+func TestGuardKeepsWhatIsNeeded(t *testing.T) {
+	s := newWideShelf(t, 14, 2, attention, state) // a chunk of attention takes more than one victim
 	s.e.opts.MinIdle = 30 * time.Second
-	s.store(1, chunk{"old", 0, 100}, chunk{"old", 1, 100})
+	s.store(1, chunk{"a", 0, 100}, chunk{"a", 1, 100}, chunk{"a", 0, 200}, chunk{"a", 1, 200}, chunk{"a", 0, 300}, chunk{"a", 1, 300})
 	s.finish(1)
-	s.clock = s.clock.Add(time.Minute)
-	s.store(2, chunk{"new", 0, 100}, chunk{"new", 1, 100}, chunk{"new", 0, 200}, chunk{"new", 1, 200})
+	s.worth(restore.Optional, chunk{"a", 1, 100}, chunk{"a", 1, 200})
+	if n := s.store(2, slices.Concat(chain("b", 0, 100, 300, 100), []chunk{{"b", 1, 300}, {"b", 0, 400}})...); n != 4 {
+		t.Errorf("%d of 5 were stored, want 4 into free pages and those of the optional ones", n)
+	}
 	s.finish(2)
-	s.worth(restore.Optional, chunk{"new", 1, 100})
-	if n := s.store(3, chunk{"third", 0, 100}, chunk{"third", 1, 100}); n != 2 {
+	s.gone(chunk{"a", 1, 100}, chunk{"a", 1, 200})
+	s.worth(restore.Needed, slices.Concat(chain("a", 0, 100, 300, 100), []chunk{{"a", 1, 300}, {"b", 1, 300}})...)
+	s.clock = s.clock.Add(time.Minute)
+	if n := s.store(3, chunk{"c", 0, 100}, chunk{"c", 1, 100}); n != 2 {
 		t.Errorf("%d of 2 were stored over what is a minute old", n)
 	}
-	s.worth(restore.Optional, chunk{"new", 1, 100})
-	s.gone(chunk{"old", 0, 100}, chunk{"old", 1, 100})
 }
