@@ -143,8 +143,8 @@ func (c *chain) reaches(g int, b uint32) bool {
 }
 
 // points finds all restore points, and which of them are kept for more than their own sake: the deepest, and where prompts
-// part the deepest one that they share. Of a request that has ended also what a load has used, and the one before the deepest
-// if it weighs little, since prompts often differ near their ends.
+// part the deepest one that they share; and with one inside a chunk, the one before that chunk. Of a request that has ended
+// also what a load has used, and the one before the deepest if it weighs little, since prompts often differ near their ends.
 func (c *chain) points(running bool) {
 	if !c.mixed { // the end of the shortest run is the only one that matters
 		limit := ^uint32(0)
@@ -181,6 +181,21 @@ func (c *chain) points(running bool) {
 	if last > 0 && !running && c.cheap(c.at[last-1].end) {
 		c.at[last-1].keep = true
 	}
+	for i := last; i > 0; i-- { // engines look for the end of a whole chunk first, and for the part of one from there
+		if base := c.base(c.at[i].end); c.at[i].keep && base < c.at[i].end && c.at[i-1].end >= base {
+			c.at[i-1].keep = true
+		}
+	}
+}
+
+// base is the last end of whole chunks up to a restore point: itself, unless it is inside one.
+func (c *chain) base(b uint32) uint32 {
+	for g, k := range c.kinds {
+		if k == meta.Full && !c.whole(g, b) {
+			return b - b%c.groups[g].Chunk
+		}
+	}
+	return b
 }
 
 // upTo is the number of restore points below b.
