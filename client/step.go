@@ -2,6 +2,7 @@ package client
 
 import (
 	"errors"
+	"slices"
 	"time"
 
 	"kvlift/block"
@@ -108,6 +109,24 @@ func (e *Engine) CompleteLoad(job uint64) {
 func (e *Engine) post(t wire.Type, encode func([]byte) []byte) {
 	if e.s != nil {
 		e.s.queue(t, encode)
+	}
+}
+
+// Touch says that a request uses these keys, so that they are not the next to go. What is not stored is passed over. It
+// opens no window and gives no promise.
+func (e *Engine) Touch(request uint64, keys []block.Key) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	var refs []block.Ref
+	for i := range keys {
+		if c, ok := e.mirror[keys[i]]; ok {
+			refs = append(refs, c.Ref)
+		}
+	}
+	for part := range slices.Chunk(refs, wire.MaxRefs) {
+		e.post(wire.TTouch, func(b []byte) []byte {
+			return wire.AppendRefs(b, &wire.Refs{Request: request, Refs: part})
+		})
 	}
 }
 
