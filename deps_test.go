@@ -17,7 +17,7 @@ import (
 // below. A package that does not fit is in the wrong place; do not move the lines to make a build pass.
 var layers = [][]string{
 	{"block"},
-	{"policy", "pages", "index", "meta", "wire", "trace", "host", "notify", "gpu", "fence", "holders", "lease", "packaging/checkstatic"},
+	{"policy", "pages", "index", "meta", "wire", "trace", "recording", "host", "notify", "gpu", "fence", "holders", "lease", "packaging/checkstatic"},
 	{"restore"},
 	{"arena", "engine", "sweep"},
 	{"server", "client", "status"},
@@ -51,6 +51,7 @@ var imports = map[string]string{
 	"packaging/checkstatic": "",
 	"pages":                 "block",
 	"policy":                "",
+	"recording":             "block",
 	"restore":               "meta",
 	"server":                "arena block engine fence host meta wire",
 	"status":                "engine meta restore",
