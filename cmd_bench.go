@@ -26,7 +26,7 @@ func benchCommand() *cli.Command {
 
    kvlift bench demo
    kvlift bench replay --capacity-blocks 10000 conversation.jsonl.gz`,
-		Subcommands: []*cli.Command{replayCommand(), benchEngineCommand(), demoCommand(), storyCommand(), neighboursCommand(), echoServerCommand(), neighbourCommand()},
+		Subcommands: []*cli.Command{replayCommand(), benchEngineCommand(), demoCommand(), storyCommand(), documentsCommand(), checkpointsCommand(), recordingCommand(), neighboursCommand(), echoServerCommand(), neighbourCommand()},
 	}
 }
 

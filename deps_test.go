@@ -30,9 +30,9 @@ var layers = [][]string{
 // imports is what each package does import of the project, one by one: an edge more is a decision, an edge less is
 // struck off.
 var imports = map[string]string{
-	".":                     "arena bench block client daemon engine meta policy status sweep trace",
+	".":                     "arena bench block client daemon engine meta policy recording status sweep trace",
 	"arena":                 "block host meta",
-	"bench":                 "block client host status trace wire",
+	"bench":                 "block client host recording status trace wire",
 	"block":                 "",
 	"client":                "block fence wire",
 	"crash":                 "",

@@ -153,7 +153,7 @@ func jsonFields(v reflect.Type, prefix string) []string {
 
 func TestJSONDocumented(t *testing.T) {
 	text := page(t, "docs/operations.md")
-	for name, v := range map[string]any{"status fields": status.Document{}, "verify fields": verifyReport{}, "replay fields": bench.Result{}, "engine fields": engineFigures{}, "neighbours fields": bench.NeighbourResult{}, "sweep fields": sweep.Report{}} {
+	for name, v := range map[string]any{"status fields": status.Document{}, "verify fields": verifyReport{}, "replay fields": bench.Result{}, "claim fields": bench.Claim{}, "recording fields": bench.Played{}, "engine fields": engineFigures{}, "neighbours fields": bench.NeighbourResult{}, "sweep fields": sweep.Report{}} {
 		var got []string
 		for _, m := range regexp.MustCompile("(?m)^\\| (`[^|]+`) \\|").FindAllStringSubmatch(section(t, text, name), -1) {
 			for _, f := range strings.Split(m[1], ", ") {

@@ -40,7 +40,8 @@ func TestMain(m *testing.M) {
 //	scribble META PART           flip a bit of the first used record of a part: namespace, session or entry
 //	flags-have-env               every flag in the help on stdout names an environment variable
 //
-// and $SHM, an empty folder on the memory file system, and $CONTRIB, the folder contrib.
+// and $SHM, an empty folder on the memory file system, $CONTRIB, the folder contrib, and $RECORDINGS, the recordings that are in the
+// repository.
 func TestScripts(t *testing.T) {
 	testscript.Run(t, testscript.Params{
 		Dir:                "testdata/script",
@@ -53,10 +54,12 @@ func TestScripts(t *testing.T) {
 			env.Defer(func() { _ = os.RemoveAll(dir) }) // a leftover would be memory; nobody is left to be told
 			env.Setenv("SHM", dir)
 			env.Setenv("XDG_RUNTIME_DIR", dir)
-			contrib, err := filepath.Abs("contrib")
-			env.Setenv("CONTRIB", contrib)
-			if err != nil {
-				return err
+			for name, dir := range map[string]string{"CONTRIB": "contrib", "RECORDINGS": "testdata/recordings"} {
+				path, err := filepath.Abs(dir)
+				if err != nil {
+					return err
+				}
+				env.Setenv(name, path)
 			}
 			return nil
 		},

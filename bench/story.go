@@ -46,6 +46,15 @@ type Story struct {
 	Documents int
 	Rounds    int
 	Step      uint32 // tokens computed per scheduler step
+	// EndOnly stores states and windows for the last boundary of a document alone, else for every one.
+	EndOnly bool
+	// Every is the time between two requests on the trace's clock, for daemons that run on it.
+	Every time.Duration
+}
+
+// boundary is the deepest one that a document can be served to: its last token is always computed.
+func (s *Story) boundary() uint32 {
+	return (s.Tokens - 1) / s.Groups[0].ChunkTokens * s.Groups[0].ChunkTokens
 }
 
 // ReadStoryGroups reads a JSON list of groups.
@@ -161,7 +170,7 @@ func storyKey(doc int, end uint32, group int) block.Key {
 
 func (s *Story) ask(e *client.Engine, request uint64, doc int) (StoryVisit, error) {
 	var v StoryVisit
-	e.Begin(request, 0)
+	e.Begin(request, int64(request)*s.Every.Milliseconds())
 	b, copies, keys := s.lookup(e, doc)
 	v.HitTokens, v.ComputedFrom = b, b
 	if b > 0 {
@@ -257,6 +266,9 @@ func (s *Story) store(e *client.Engine, request uint64, doc int, from, to uint32
 	var offers []block.Offer
 	for g, grp := range s.Groups {
 		for end := (from/grp.ChunkTokens + 1) * grp.ChunkTokens; end <= to; end += grp.ChunkTokens {
+			if s.EndOnly && !s.atEnd(grp, end) {
+				continue
+			}
 			offers = append(offers, block.Offer{Key: storyKey(doc, end, g), Group: uint16(g), Position: end})
 		}
 	}
@@ -268,13 +280,8 @@ func (s *Story) store(e *client.Engine, request uint64, doc int, from, to uint32
 		return err
 	}
 	for _, k := range r.Keys {
-		key, off, n := &offers[k.Index].Key, 0, s.payload(&offers[k.Index].Key)
-		for _, x := range k.Extents {
-			b := e.Workers[0].Bytes(x)
-			b = b[:min(len(b), n-off)]
-			Fill(b, key, off)
-			off += len(b)
-		}
+		key, n := &offers[k.Index].Key, s.payload(&offers[k.Index].Key)
+		fillExtents(e, key, k.Extents, n)
 		v.StoredKeys++
 		v.StoredBytes += uint64(n)
 	}
@@ -283,6 +290,30 @@ func (s *Story) store(e *client.Engine, request uint64, doc int, from, to uint32
 		e.Commit(r.Job)
 	}
 	return nil
+}
+
+// fillExtents writes the content of a chunk of n bytes.
+func fillExtents(e *client.Engine, k *block.Key, extents []block.Extent, n int) {
+	off := 0
+	for _, x := range extents {
+		b := e.Workers[0].Bytes(x)
+		b = b[:min(len(b), n-off)]
+		Fill(b, k, off)
+		off += len(b)
+	}
+}
+
+// atEnd tells whether a load to the last boundary needs the chunk of a group that ends at a position, or would if the document
+// went on.
+func (s *Story) atEnd(g StoryGroup, end uint32) bool {
+	b := s.boundary()
+	switch g.Kind {
+	case "state":
+		return end == b
+	case "window":
+		return end <= b && b-end < g.WindowChunks*g.ChunkTokens
+	}
+	return true
 }
 
 // compare checks the content of one loaded chunk of n bytes.
