@@ -273,7 +273,8 @@ func (p *player) reserve(late bool) {
 	w.counts.Stores++
 }
 
-const reserveDeadline = 3 * time.Second
+// reserveDeadline is longer than anything that a busy machine may take: an answer that does not come is noticed before.
+const reserveDeadline = time.Minute
 
 // claim notes whose pages they are until the copies are over (S3).
 func (w *world) claim(p *player, j *copyJob) {

@@ -39,7 +39,7 @@ type violation string
 func violated(format string, args ...any) { panic(violation(fmt.Sprintf(format, args...))) }
 
 // stuck is how long something may take that needs nothing but processor time.
-const stuck = 10 * time.Second
+const stuck = 20 * time.Second
 
 // world is a round's daemon and its engines.
 type world struct {
