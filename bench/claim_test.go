@@ -26,10 +26,13 @@ func shared(t *testing.T, name string) string {
 	return path
 }
 
-// TestDocuments drives every row of the table of documents, a 64th of the size.
+// TestDocuments drives every row of the table of documents, a 64th of the size or less.
 func TestDocuments(t *testing.T) {
-	n, better := 0, 0
-	err := bench.Documents{Binary: binary, Scale: 64}.Run(t.Context(), func(c bench.Claim) {
+	n, better, scale := 0, 0, 64
+	if testing.Short() {
+		scale = 128 // payloads are whole pages, nearly
+	}
+	err := bench.Documents{Binary: binary, Scale: scale}.Run(t.Context(), func(c bench.Claim) {
 		n++
 		if c.Verdict == "better" {
 			better++
@@ -131,8 +134,11 @@ func keyLRU(rs []trace.Request, capacity int, p bench.Placement) float64 {
 // TestCheckpoints compares a hybrid model's hits on a part of a real trace with those of the reference, for tiers that hold a few
 // prompts and more.
 func TestCheckpoints(t *testing.T) {
-	rs := read(t, slice, 1500)
-	for _, capacity := range []int{2000, 8000} {
+	rs, tiers := read(t, slice, 1500), []int{2000, 8000}
+	if testing.Short() {
+		rs, tiers = rs[:500], []int{3000}
+	}
+	for _, capacity := range tiers {
 		for _, p := range placements {
 			r, err := bench.ReplayHybrid(t.Context(), binary, slice, uint64(capacity), len(rs), p.place)
 			if err != nil {
