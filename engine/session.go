@@ -259,6 +259,7 @@ type Registration struct {
 	Epoch   uint64
 	Refs    []block.Ref // READY keys of the namespace, to be read with Describe while they stay the same
 	Payload []uint32    // bytes of a chunk, per group
+	Parts   [][]uint32  // of these, the bytes of each rank, per group
 }
 
 // Ready registers a manager whose ranks have all mapped the arena: from this moment the sink hears every change, and
@@ -296,8 +297,9 @@ func (e *Engine) Ready(s *Session, sink Sink, r *Resume) (*Registration, error) 
 		e.nameAccount(s.ns.account, s.desc.Text)
 	}
 	reg := &Registration{Epoch: e.epoch}
-	for _, g := range s.ns.groups {
+	for i, g := range s.ns.groups {
 		reg.Payload = append(reg.Payload, g.payload)
+		reg.Parts = append(reg.Parts, slices.Clone(s.ns.Groups[i].Parts))
 	}
 	for id := range e.slots {
 		if e.slots[id].state == meta.Ready && e.slots[id].ns == s.ns.index {

@@ -3,6 +3,7 @@
 //
 //	offset 0   u32  window   the manager: 1 from before its first lookup of a step until its pins are sent
 //	offset 8   u64  fence    the daemon: a hit needs removals applied up to here
+//	offset 16  u64  sends    the daemon: counts up behind each send, so that a manager need not look for what is not there
 //
 // The manager writes the window, then reads the fence. The daemon writes the fence, lets a barrier pass on every
 // processor, then reads the window. So either the manager sees the fence, or the daemon sees the window.
@@ -22,7 +23,7 @@ import (
 // Size of the page in bytes.
 const Size = 4096
 
-const offWindow, offFence = 0, 8
+const offWindow, offFence, offSends = 0, 8, 16
 
 // Page is a mapped session page. Its methods may be called concurrently, Close excepted.
 type Page struct {
@@ -73,10 +74,11 @@ func (p *Page) Close() error {
 	return err
 }
 
-// A mapping starts at a page, so both words are aligned.
+// A mapping starts at a page, so all words are aligned.
 
 func (p *Page) window() *uint32 { return (*uint32)(unsafe.Pointer(&p.mem[offWindow : offWindow+4][0])) }
 func (p *Page) word() *uint64   { return (*uint64)(unsafe.Pointer(&p.mem[offFence : offFence+8][0])) }
+func (p *Page) sends() *uint64  { return (*uint64)(unsafe.Pointer(&p.mem[offSends : offSends+8][0])) }
 
 // Open says that a window is open, and returns the fence: a hit needs removals applied up to it. The order of the two
 // accesses is the point; both are sequentially consistent.
@@ -87,6 +89,13 @@ func (p *Page) Open() (fence uint64) {
 
 // Shut says that no window is open and that everything that was promised in the last one has been sent.
 func (p *Page) Shut() { atomic.StoreUint32(p.window(), 0) }
+
+// Sent says that something was sent to the manager: it lies in its socket already.
+func (p *Page) Sent() { atomic.AddUint64(p.sends(), 1) }
+
+// Sends is how often Sent was called. A manager that has read all that came before an equal number has nothing to read, but
+// for the end of the stream, which is not counted.
+func (p *Page) Sends() uint64 { return atomic.LoadUint64(p.sends()) }
 
 // Windowed tells whether a window is open. Only after Raise it says anything about the next moment.
 func (p *Page) Windowed() bool { return atomic.LoadUint32(p.window()) != 0 }

@@ -4,10 +4,13 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"encoding/json"
 	"fmt"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"reflect"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -241,6 +244,33 @@ func TestOtherParts(t *testing.T) {
 	w.send(wire.TMapped, nil)
 	d.refuses(t, m, func(*raw) {}, "geometry", "this engine has 8192 bytes, the namespace 4096")
 	finish()
+}
+
+// TestReadyNamesParts: ranks may hold different bytes, and a manager is told where in a slot each of them writes.
+func TestReadyNamesParts(t *testing.T) {
+	d := start(t, t.TempDir(), setup{pages: 64})
+	two := func(h *wire.Hello) {
+		h.WorldSize = 2
+		h.Namespace.Groups = append(h.Namespace.Groups, wire.Group{Kind: "state", ChunkTokens: 16})
+	}
+	for rank, parts := range [][]uint32{{4096, 100}, {8193, 200}} {
+		w := d.raw(t)
+		w.json(wire.THello, helloOf("worker", "two", func(h *wire.Hello) {
+			two(h)
+			h.Rank, h.Parts = rank, parts
+		}))
+		w.want(wire.TWelcome)
+		w.send(wire.TMapped, nil)
+	}
+	m := d.raw(t)
+	m.json(wire.THello, helloOf("manager", "two", two))
+	var got wire.Ready
+	if err := json.Unmarshal(m.want(wire.TReady), &got); err != nil {
+		t.Fatal(err)
+	}
+	if want := [][]uint32{{4096, 8193}, {100, 200}}; !reflect.DeepEqual(got.Parts, want) || !slices.Equal(got.Payload, []uint32{12289, 300}) {
+		t.Errorf("parts %v of payloads %v, want %v", got.Parts, got.Payload, want)
+	}
 }
 
 // TestSilent: who does not say hello in time is given up, however it spends the time.

@@ -96,6 +96,7 @@ func newConn(s *Server, u *net.UnixConn) (*conn, error) {
 
 // close gives the descriptors back. Nothing of value is lost: what was not sent is told again after the next hello.
 func (c *conn) close() {
+	c.box.countOn(nil) // before fdMu: whoever gives the client up holds the outbox and takes that
 	c.fdMu.Lock()
 	defer c.fdMu.Unlock()
 	c.gone = true
@@ -359,6 +360,7 @@ func (c *conn) hello(h wire.Header, payload []byte) (role, error) {
 		}
 		defer f.Close() // both ends have mapped it, or will not
 		c.page, w.SessionPage, files = page, true, append(files, f)
+		c.box.countOn(page)
 	}
 	if err := c.welcome(h.Seq, w, files...); err != nil {
 		return 0, err

@@ -41,7 +41,7 @@ func (c *conn) tryReady() error {
 	}
 	c.ready, c.resume = true, nil
 	c.box.post(wire.TReady, 0, 0, func(b []byte) []byte {
-		b, _ = wire.AppendJSON(b, &wire.Ready{Epoch: reg.Epoch, Keys: uint64(len(reg.Refs)), Payload: reg.Payload}) // numbers alone
+		b, _ = wire.AppendJSON(b, &wire.Ready{Epoch: reg.Epoch, Keys: uint64(len(reg.Refs)), Payload: reg.Payload, Parts: reg.Parts}) // numbers alone
 		return b
 	})
 	c.box.snapshot(reg.Epoch, reg.Refs, c.s.c.Engine.Details)

@@ -7,6 +7,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"kvlift/block"
+	"kvlift/fence"
 	"kvlift/wire"
 )
 
@@ -33,7 +34,8 @@ type outbox struct {
 	size  int // of the open delta's payload
 	epoch uint64
 	dead  bool
-	busy  bool // the writer is inside a blocking send
+	busy  bool        // the writer is inside a blocking send
+	page  *fence.Page // of a manager: it counts the sends there; nil of others, and once it may be unmapped
 	// attended: the reader is handling a frame of this client and will flush, so the writer need not wake for what that
 	// frame causes.
 	attended bool
@@ -247,8 +249,23 @@ func (o *outbox) flush() {
 			return
 		}
 		o.sent += n
+		o.count()
 	}
 	o.reclaim()
+}
+
+// countOn makes sends count in a manager's page; nil before that is unmapped.
+func (o *outbox) countOn(p *fence.Page) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.page = p
+}
+
+// count notes a send. The caller holds mu.
+func (o *outbox) count() {
+	if o.page != nil {
+		o.page.Sent()
+	}
 }
 
 // reclaim forgets what was sent. The caller holds mu.
@@ -288,6 +305,7 @@ func (o *outbox) write() {
 			case o.dead: // given up meanwhile: there is no queue any more
 			case err == nil:
 				o.sent += n
+				o.count()
 				o.room.Broadcast()
 				if o.sent > 4<<20 { // do not let the sent part of a long queue grow
 					o.buf = append([]byte(nil), o.buf[o.sent:]...)

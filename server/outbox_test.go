@@ -4,11 +4,13 @@ import (
 	"encoding/binary"
 	"io"
 	"os"
+	"sync"
 	"testing"
 
 	"golang.org/x/sys/unix"
 
 	"kvlift/block"
+	"kvlift/fence"
 	"kvlift/wire"
 )
 
@@ -128,4 +130,57 @@ func TestGivenUp(t *testing.T) {
 			t.Error(err)
 		}
 	}
+}
+
+// TestSendsAreCounted: what a manager may read is counted in its page once it lies in the socket, whoever has sent it.
+func TestSendsAreCounted(t *testing.T) {
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fds[0])
+	defer unix.Close(fds[1])
+	page, f, err := fence.New()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	defer page.Close()
+	o := newOutbox(fds[0], func() { t.Error("the client was given up") })
+	o.countOn(page)
+	none := func(b []byte) []byte { return b }
+	post := func() { o.post(wire.TDone, 0, 0, none) }
+	read := func() {
+		t.Helper()
+		if n, err := unix.Read(fds[1], make([]byte, 100)); n != wire.HeaderSize || err != nil {
+			t.Fatalf("%d bytes, %v", n, err)
+		}
+	}
+	o.flush()
+	if n := page.Sends(); n != 0 {
+		t.Errorf("%d sends of nothing", n)
+	}
+	post()
+	o.flush()
+	if n := page.Sends(); n != 1 {
+		t.Errorf("%d sends of one", n)
+	}
+	read()
+	var wg sync.WaitGroup
+	wg.Go(o.write)
+	post()
+	o.mu.Lock()
+	o.notify()
+	o.mu.Unlock()
+	read()
+	o.close()
+	wg.Wait()
+	if n := page.Sends(); n != 2 {
+		t.Errorf("%d sends of two", n)
+	}
+	o.countOn(nil)
+	if err := page.Close(); err != nil {
+		t.Fatal(err)
+	}
+	o.count()
 }

@@ -65,9 +65,10 @@ type Welcome struct {
 
 // Ready tells a manager that every rank has mapped the arena.
 type Ready struct {
-	Epoch   uint64   `json:"epoch"`
-	Keys    uint64   `json:"keys"`          // that the snapshot holds at most
-	Payload []uint32 `json:"payload_bytes"` // of one chunk over all ranks, per group
+	Epoch   uint64     `json:"epoch"`
+	Keys    uint64     `json:"keys"`          // that the snapshot holds at most
+	Payload []uint32   `json:"payload_bytes"` // of one chunk over all ranks, per group
+	Parts   [][]uint32 `json:"parts"`         // of these, the bytes of each rank, per group
 }
 
 // Error is the daemon's last word on a connection.
