@@ -1,8 +1,8 @@
-"""The golden vectors of the protocol, and its frames with nothing but struct.
+"""The golden vectors of the protocol, and the daemon's half of its frames.
 
 The format of the vectors is told in testdata/wire/README.md, the bytes in
-docs/formats.md. This is written from these two texts and shares nothing with the
-adapter, so that a mistake in one is not a mistake in both.
+docs/formats.md. Package wire of the adapter reads what a daemon says and writes
+what an engine says; here is the other half, with the records of the same tables.
 
 Run as a program it writes the canonical texts of testdata/wire/canonical.json anew.
 """
@@ -10,36 +10,22 @@ Run as a program it writes the canonical texts of testdata/wire/canonical.json a
 from __future__ import annotations
 
 import json
-import struct
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from kvlift_vllm import wire
+
 VECTORS = Path(__file__).resolve().parents[2] / "testdata" / "wire"
 
-TYPES = (  # by number, from 1
-    *("hello", "welcome", "mapped", "ready", "snapshot", "delta", "step"),
-    *("begin", "finish", "touch", "pin", "unpin", "reserve", "reserved"),
-    *("commit", "abort", "ended", "ended-ack", "reset", "done", "bye"),
-    *("error", "status", "state", "promote"),
-)
 OUTCOMES = ("accepted", "present", "in flight", "refused")
-HINTS = ("none", "active", "idle", "closed")
-
-HEADER = struct.Struct("<IHHQ")  # length, type, flags, sequence
-KEY = struct.Struct("<40sBxHI")  # key, its length, group, position
-REF = struct.Struct("<II")  # entry, generation
-EXTENTS_OF = struct.Struct("<II")  # extents of an added key, zero
-EXTENT = struct.Struct("<II")  # page, count
-SLOT = struct.Struct("<B3xIII")  # outcome, extents, entry, generation
-DELTA = struct.Struct("<QIIII")  # epoch, removed, added, extents, zero
-RESERVE = struct.Struct("<QQII")  # job, request, keys, zero
-RESERVED = struct.Struct("<QIIIB3x")  # job, slots, removed, extents, reason
-REFS = struct.Struct("<QQII")  # job, request, refs, zero
-NUMBER = struct.Struct("<Q")  # a job, or the epoch of a step
-BEGIN = struct.Struct("<Qq")  # request, clock; the name follows
-FINISH = struct.Struct("<QIIB7x")  # request, prompt tokens, hit tokens, hint
+JSON = (wire.HELLO, wire.WELCOME, wire.READY, wire.ERROR, wire.STATUS)
+NUMBERS = (wire.UNPIN, wire.COMMIT, wire.ABORT, wire.ENDED, wire.ENDED_ACK)
+REFS = (wire.TOUCH, wire.PIN, wire.PROMOTE)
 
 Field = tuple[str, Any]
 Fields = list[Field]
@@ -95,184 +81,169 @@ def _parse(file: str, text: str) -> Iterator[Vector]:
             yield vector
 
 
-class _Reader:
-    """Takes records off a payload."""
-
-    def __init__(self, payload: bytes) -> None:
-        self.payload = payload
-        self.at = 0
-
-    def take(self, record: struct.Struct) -> tuple[Any, ...]:
-        values = record.unpack_from(self.payload, self.at)
-        self.at += record.size
-        return values
-
-    def key(self) -> dict[str, Any]:
-        raw, length, group, position = self.take(KEY)
-        if any(raw[length:]):
-            raise ValueError("bytes behind a key")
-        return {"key": raw[:length].hex(), "group": group, "position": position}
-
-    def gone(self) -> dict[str, Any]:
-        key = self.key()
-        key["entry"], key["gen"] = self.take(REF)
-        return key
-
-    def extents(self, n: int) -> list[list[int]]:
-        return [list(self.take(EXTENT)) for _ in range(n)]
-
-    def end(self) -> None:
-        if self.at != len(self.payload):
-            raise ValueError(f"{len(self.payload) - self.at} bytes too many")
+def pairs(packed: bytes) -> list[list[int]]:
+    """Refs or extents as the vectors write them."""
+    return [list(p) for p in wire.PAIR.iter_unpack(packed)]
 
 
 def decode(type_: int, payload: bytes) -> Fields:
     """Reads a payload into the fields of a vector."""
-    name = TYPES[type_ - 1]
-    r = _Reader(payload)
-    fields: Fields = []
-    if name in ("hello", "welcome", "ready", "error", "status"):
-        return list(json.loads(payload).items())
-    if name == "state":
+    if type_ in JSON:
+        return list(wire.parse_json(payload).items())
+    if type_ == wire.STATE:
         return [("text", payload.decode())]
-    if name in ("delta", "snapshot"):
-        epoch, removed, added, extents, zero = r.take(DELTA)
-        fields = [("epoch", epoch)]
-        fields += [("removed", r.gone()) for _ in range(removed)]
-        owned: list[tuple[int, int]] = []
-        for _ in range(added):
-            fields.append(("added", r.gone()))
-            count, pad = r.take(EXTENTS_OF)
-            owned.append((count, pad))
-        for (_, value), (count, pad) in zip(fields[1 + removed :], owned, strict=True):
-            value["extents"] = r.extents(count)
-            zero += pad
-        if zero or sum(count for count, _ in owned) != extents:
-            raise ValueError("counts do not fit")
-    elif name == "reserve":
-        job, request, n, _ = r.take(RESERVE)
-        fields = [("job", job), ("request", request)]
-        fields += [("key", r.key()) for _ in range(n)]
-    elif name == "reserved":
-        job, slots, removed, extents, reason = r.take(RESERVED)
-        fields = [("job", job), ("reason", reason)]
-        counts = []
-        for _ in range(slots):
-            outcome, count, entry, gen = r.take(SLOT)
-            fields.append(
-                ("slot", {"outcome": OUTCOMES[outcome], "entry": entry, "gen": gen})
-            )
-            counts.append(count)
-        gone = [("removed", r.gone()) for _ in range(removed)]
-        for (_, value), count in zip(fields[2:], counts, strict=True):
-            value["extents"] = r.extents(count)
-        fields += gone
-        if sum(counts) != extents:
-            raise ValueError("counts do not fit")
-    elif name in ("touch", "pin", "promote"):
-        job, request, n, _ = r.take(REFS)
-        fields = [("job", job), ("request", request)]
-        fields += [("ref", list(r.take(REF))) for _ in range(n)]
-    elif name in ("unpin", "commit", "abort", "ended", "ended-ack"):
-        fields = [("job", r.take(NUMBER)[0])]
-    elif name == "step":
-        fields = [("epoch", r.take(NUMBER)[0])]
-    elif name == "begin":
-        request, clock = r.take(BEGIN)
-        return [
-            ("request", request),
-            ("clock_ms", clock),
-            ("name", payload[r.at :].decode()),
-        ]
-    elif name == "finish":
-        request, prompt, hit, hint = r.take(FINISH)
-        fields = [
-            ("request", request),
-            ("prompt_tokens", prompt),
-            ("hit_tokens", hit),
-            ("hint", HINTS[hint]),
-        ]
-    r.end()
+    if type_ in (wire.DELTA, wire.SNAPSHOT):
+        return _delta(wire.parse_delta(payload))
+    if type_ == wire.RESERVED:
+        return _reserved(wire.parse_reserved(payload))
+    if type_ in NUMBERS:
+        return [("job", wire.parse_number(payload))]
+    if type_ == wire.STEP:
+        return [("epoch", wire.parse_number(payload))]
+    return _from_engine(type_, payload)
+
+
+def _key(key: bytes, group: int = 0, position: int = 0) -> dict[str, Any]:
+    return {"key": key.hex(), "group": group, "position": position}
+
+
+def _ref(ref: bytes) -> dict[str, int]:
+    return dict(zip(("entry", "gen"), wire.PAIR.unpack(ref), strict=True))
+
+
+def _gone(keys: Sequence[bytes], refs: Sequence[bytes]) -> Fields:
+    pairs_ = zip(keys, refs, strict=True)
+    return [("removed", _key(key) | _ref(ref)) for key, ref in pairs_]
+
+
+def _delta(d: wire.Delta) -> Fields:
+    fields: Fields = [("epoch", d.epoch), *_gone(d.removed, d.removed_refs)]
+    rows = zip(d.added, d.copies, d.groups, d.positions, strict=True)
+    for key, copy, group, position in rows:
+        own = {"extents": pairs(copy[8:])}
+        fields.append(("added", _key(key, group, position) | _ref(copy[:8]) | own))
     return fields
 
 
-def _key(value: dict[str, Any]) -> bytes:
-    raw = bytes.fromhex(value["key"])
-    return KEY.pack(raw, len(raw), value["group"], value["position"])
+def _reserved(r: wire.Reserved) -> Fields:
+    fields: Fields = [("job", r.job), ("reason", r.reason)]
+    extents = pairs(r.extents)
+    for outcome, n, ref in zip(r.outcomes, r.counts, r.refs, strict=True):
+        slot = {"outcome": OUTCOMES[outcome], **_ref(ref), "extents": extents[:n]}
+        fields.append(("slot", slot))
+        extents = extents[n:]
+    return fields + _gone(r.removed, r.removed_refs)
 
 
-def _gone(value: dict[str, Any]) -> bytes:
-    return _key(value) + REF.pack(value["entry"], value["gen"])
-
-
-def _extents(values: Sequence[dict[str, Any]]) -> bytes:
-    return b"".join(EXTENT.pack(*x) for v in values for x in v["extents"])
+def _from_engine(type_: int, payload: bytes) -> Fields:
+    """Reads what an engine says, as the daemon does."""
+    if type_ == wire.BEGIN:
+        request, clock = wire.BEGIN_HEAD.unpack_from(payload)
+        name = payload[wire.BEGIN_HEAD.size :].decode()
+        return [("request", request), ("clock_ms", clock), ("name", name)]
+    if type_ == wire.FINISH:
+        request, prompt, hit, hint, _ = wire.FINISH_BODY.unpack(payload)
+        return [
+            *(("request", request), ("prompt_tokens", prompt), ("hit_tokens", hit)),
+            ("hint", wire.HINTS[hint]),
+        ]
+    if type_ == wire.RESERVE:
+        job, request, n, _ = wire.RESERVE_HEAD.unpack_from(payload)
+        records = payload[wire.RESERVE_HEAD.size :]
+        if len(records) != n * wire.KEY_SIZE:
+            raise wire.Malformed("reserve")
+        keys = [
+            ("key", _key(raw[:size], group, position))
+            for raw, size, group, position in wire.KEY.iter_unpack(records)
+        ]
+        return [("job", job), ("request", request), *keys]
+    if type_ in REFS:
+        job, request, n, _ = wire.REFS_HEAD.unpack_from(payload)
+        refs = pairs(payload[wire.REFS_HEAD.size :])
+        if len(refs) != n:
+            raise wire.Malformed("refs")
+        return [("job", job), ("request", request), *(("ref", r) for r in refs)]
+    if payload:
+        raise wire.Malformed("a payload where none belongs")
+    return []
 
 
 def encode(type_: int, fields: Fields) -> bytes:
     """Builds the payload of a vector's fields."""
-    name = TYPES[type_ - 1]
     one = dict(fields)
 
     def all_of(key: str) -> list[Any]:
         return [value for k, value in fields if k == key]
 
-    if name in ("hello", "welcome", "ready", "error", "status"):
-        return json.dumps(one, separators=(",", ":"), ensure_ascii=False).encode()
-    if name == "state":
+    if type_ in JSON:
+        return wire.encode_json(one)
+    if type_ == wire.STATE:
         return str(one["text"]).encode()
-    if name in ("delta", "snapshot"):
+    if type_ in (wire.DELTA, wire.SNAPSHOT):
         removed, added = all_of("removed"), all_of("added")
-        total = sum(len(v["extents"]) for v in added)
-        out = DELTA.pack(one["epoch"], len(removed), len(added), total, 0)
-        out += b"".join(map(_gone, removed))
-        out += b"".join(_gone(v) + EXTENTS_OF.pack(len(v["extents"]), 0) for v in added)
-        return out + _extents(added)
-    if name == "reserve":
-        keys = all_of("key")
-        return RESERVE.pack(one["job"], one["request"], len(keys), 0) + b"".join(
-            map(_key, keys)
-        )
-    if name == "reserved":
+        return encode_delta(one["epoch"], removed, added)
+    if type_ == wire.RESERVED:
         slots, removed = all_of("slot"), all_of("removed")
-        total = sum(len(v["extents"]) for v in slots)
-        out = RESERVED.pack(one["job"], len(slots), len(removed), total, one["reason"])
-        for v in slots:
-            out += SLOT.pack(
-                OUTCOMES.index(v["outcome"]), len(v["extents"]), v["entry"], v["gen"]
-            )
-        return out + b"".join(map(_gone, removed)) + _extents(slots)
-    if name in ("touch", "pin", "promote"):
-        refs = all_of("ref")
-        head = REFS.pack(one["job"], one["request"], len(refs), 0)
-        return head + b"".join(REF.pack(*ref) for ref in refs)
-    if name in ("unpin", "commit", "abort", "ended", "ended-ack"):
-        return NUMBER.pack(one["job"])
-    if name == "step":
-        return NUMBER.pack(one["epoch"])
-    if name == "begin":
-        return BEGIN.pack(one["request"], one["clock_ms"]) + str(one["name"]).encode()
-    if name == "finish":
-        hint = HINTS.index(one["hint"])
-        return FINISH.pack(
-            one["request"], one["prompt_tokens"], one["hit_tokens"], hint
-        )
+        return encode_reserved(one["job"], one["reason"], slots, removed)
+    if type_ in NUMBERS:
+        return wire.encode_number(one["job"])
+    if type_ == wire.STEP:
+        return wire.encode_number(one["epoch"])
+    if type_ == wire.RESERVE:
+        keys = [
+            wire.encode_key(bytes.fromhex(k["key"]), k["group"], k["position"])
+            for k in all_of("key")
+        ]
+        return wire.encode_reserve(one["job"], one["request"], keys)
+    if type_ in REFS:
+        refs = b"".join(wire.PAIR.pack(*r) for r in all_of("ref"))
+        return wire.encode_refs(one["job"], one["request"], refs)
+    if type_ == wire.BEGIN:
+        return wire.encode_begin(one["request"], one["clock_ms"], one["name"])
+    if type_ == wire.FINISH:
+        hint = wire.HINTS.index(one["hint"])
+        numbers = (one["request"], one["prompt_tokens"], one["hit_tokens"])
+        return wire.encode_finish(*numbers, hint)
     return b""
 
 
-def canonical(namespace: dict[str, Any]) -> str:
-    """The text whose SHA-256 names a namespace."""
-    groups = [
-        {
-            "name": g.get("name", ""),
-            "kind": g["kind"],
-            "chunk_tokens": g["chunk_tokens"],
-            "window_chunks": g.get("window_chunks", 0),
-        }
-        for g in namespace["groups"]
-    ]
-    value = {"identity": namespace["identity"], "groups": groups}
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+def _record(value: dict[str, Any]) -> bytes:
+    raw = bytes.fromhex(value["key"])
+    key = wire.encode_key(raw, value["group"], value["position"])
+    return key + wire.PAIR.pack(value["entry"], value["gen"])
+
+
+def _extents(values: Sequence[dict[str, Any]]) -> bytes:
+    return b"".join(wire.PAIR.pack(*x) for v in values for x in v["extents"])
+
+
+def encode_delta(
+    epoch: int, removed: Sequence[dict[str, Any]], added: Sequence[dict[str, Any]]
+) -> bytes:
+    """A delta or a piece of a snapshot, as the daemon writes it."""
+    total = sum(len(v["extents"]) for v in added)
+    out = wire.DELTA_HEAD.pack(epoch, len(removed), len(added), total, 0)
+    out += b"".join(map(_record, removed))
+    for v in added:
+        out += _record(v) + wire.PAIR.pack(len(v["extents"]), 0)
+    return out + _extents(added)
+
+
+def encode_reserved(
+    job: int,
+    reason: int,
+    slots: Sequence[dict[str, Any]],
+    removed: Sequence[dict[str, Any]],
+) -> bytes:
+    """The answer to a reserve, as the daemon writes it."""
+    total = sum(len(v["extents"]) for v in slots)
+    counts = (len(slots), len(removed), total)
+    out = wire.RESERVED_HEAD.pack(job, *counts, reason, bytes(3))
+    for v in slots:
+        ref = wire.PAIR.pack(v["entry"], v["gen"])
+        own = len(v["extents"])
+        out += wire.PAIR.pack(OUTCOMES.index(v["outcome"]), own) + ref
+    return out + b"".join(map(_record, removed)) + _extents(slots)
 
 
 def read_canonical(folder: Path = VECTORS) -> list[dict[str, Any]]:
@@ -286,7 +257,7 @@ def read_canonical(folder: Path = VECTORS) -> list[dict[str, Any]]:
 def write_canonical(cases: list[dict[str, Any]], folder: Path = VECTORS) -> None:
     """Writes canonical.json with the texts that this Python makes."""
     for case in cases:
-        case["canonical"] = canonical(case["namespace"])
+        case["canonical"] = wire.canonical(case["namespace"])
     text = json.dumps(cases, indent=1)  # in ASCII, so that odd characters can be seen
     (folder / "canonical.json").write_text(text + "\n", encoding="utf-8")
 

@@ -1,19 +1,17 @@
-"""The protocol's golden vectors, read with struct and, where it is there, NumPy."""
+"""The protocol's golden vectors, which the tests of package wire in Go read too."""
 
 from __future__ import annotations
 
-import importlib.util
 import struct
 import sys
 import unittest
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import frames
 
-HAS_NUMPY = importlib.util.find_spec("numpy") is not None
+from kvlift_vllm import wire
 
 
 class TestVectors(unittest.TestCase):
@@ -21,22 +19,20 @@ class TestVectors(unittest.TestCase):
         self.vectors = list(frames.read_vectors())
 
     def test_every_type_has_a_vector(self) -> None:
-        self.assertEqual({v.file for v in self.vectors}, set(frames.TYPES))
+        self.assertEqual({v.file for v in self.vectors}, set(wire.NAMES))
 
     def test_header(self) -> None:
         for v in self.vectors:
             with self.subTest(str(v)):
-                length, type_, flags, sequence = frames.HEADER.unpack_from(v.frame)
-                self.assertEqual(length, len(v.frame) - frames.HEADER.size)
-                self.assertEqual(
-                    {"type": type_, "flags": flags, "sequence": sequence}, v.numbers
-                )
-                self.assertEqual(frames.TYPES[type_ - 1], v.file)
+                h = wire.parse_header(v.frame)
+                self.assertEqual(h.length, len(v.frame) - wire.HEADER.size)
+                self.assertEqual(h._asdict(), v.numbers | {"length": h.length})
+                self.assertEqual(h.name, v.file)
 
     def test_decode(self) -> None:
         for v in self.vectors:
             with self.subTest(str(v)):
-                payload = v.frame[frames.HEADER.size :]
+                payload = v.frame[wire.HEADER.size :]
                 self.assertEqual(frames.decode(v.numbers["type"], payload), v.fields)
 
     def test_encode(self) -> None:
@@ -44,21 +40,21 @@ class TestVectors(unittest.TestCase):
             with self.subTest(str(v)):
                 payload = frames.encode(v.numbers["type"], v.fields)
                 n = v.numbers
-                header = frames.HEADER.pack(
-                    len(payload), n["type"], n["flags"], n["sequence"]
-                )
-                self.assertEqual((header + payload).hex(), v.frame.hex())
+                frame = wire.frame(n["type"], n["sequence"], payload, n["flags"])
+                self.assertEqual(frame.hex(), v.frame.hex())
 
     def test_prefixes(self) -> None:
         """A packed payload that is cut is an error, except where it ends with text."""
         for v in self.vectors:
-            payload = v.frame[frames.HEADER.size :]
+            payload = v.frame[wire.HEADER.size :]
             for n in range(len(payload)):
-                if v.file == "state" or (v.file == "begin" and n >= frames.BEGIN.size):
+                if v.file == "state" or (
+                    v.file == "begin" and n >= wire.BEGIN_HEAD.size
+                ):
                     continue
                 with (
                     self.subTest(str(v), bytes=n),
-                    self.assertRaises((ValueError, struct.error)),
+                    self.assertRaises((wire.Malformed, struct.error)),
                 ):
                     frames.decode(v.numbers["type"], payload[:n])
 
@@ -69,86 +65,50 @@ class TestCanonical(unittest.TestCase):
         self.assertTrue(cases)
         for case in cases:
             with self.subTest(case["name"]):
-                self.assertEqual(frames.canonical(case["namespace"]), case["canonical"])
+                self.assertEqual(wire.canonical(case["namespace"]), case["canonical"])
                 case["canonical"].encode()  # it is hashed as UTF-8
 
 
-@unittest.skipUnless(HAS_NUMPY, "NumPy is not installed")
-class TestNumpy(unittest.TestCase):
-    """The packed records are structured arrays as they are, read without a loop."""
+class TestMalformed(unittest.TestCase):
+    """What the daemon would never write is refused, and so is every extra byte."""
 
-    def test_arrays(self) -> None:
-        import numpy as np
-
-        ref_fields = [("entry", "<u4"), ("gen", "<u4")]
-        key_fields = [
-            ("key", "u1", 40),
-            *(("length", "u1"), ("zero", "u1")),
-            *(("group", "<u2"), ("position", "<u4")),
+    def setUp(self) -> None:
+        self.packed = [
+            v for v in frames.read_vectors() if v.file in ("delta", "reserved")
         ]
-        slot_fields = [("outcome", "u1"), ("zero", "u1", 3), ("extents", "<u4")]
-        ref = np.dtype(ref_fields)
-        key = np.dtype(key_fields)
-        gone = np.dtype([*key_fields, *ref_fields])
-        added = np.dtype(
-            [*key_fields, *ref_fields, ("extents", "<u4"), ("zero2", "<u4")]
-        )
-        slot = np.dtype([*slot_fields, *ref_fields])
-        extent = np.dtype([("page", "<u4"), ("count", "<u4")])
-        # Per message: where the count of an array stands, its records, its fields.
-        delta = [(8, gone, "removed"), (12, added, "added"), (16, extent, "")]
-        refs = [(16, ref, "ref")]
-        layout: dict[str, list[tuple[int, Any, str]]] = {
-            "delta": delta,
-            "snapshot": delta,
-            "touch": refs,
-            "pin": refs,
-            "promote": refs,
-            "reserve": [(16, key, "key")],
-            "reserved": [(8, slot, "slot"), (12, gone, "removed"), (16, extent, "")],
-        }
-        for v in frames.read_vectors():
-            payload = v.frame[frames.HEADER.size :]
-            at = 24  # each of these messages begins with as many bytes of numbers
-            extents: list[tuple[int, int]] = []
-            for count_at, dtype, name in layout.get(v.file, []):
-                with self.subTest(str(v), array=name):
-                    (n,) = struct.unpack_from("<I", payload, count_at)
-                    array = np.frombuffer(payload, dtype, n, at)
-                    at += array.nbytes
-                    values = [value for k, value in v.fields if k == name]
-                    if dtype is extent:
-                        self.assertEqual(array.tolist(), extents)
-                    elif dtype is ref:
-                        self.assertEqual(array.tolist(), [tuple(r) for r in values])
-                    else:
-                        self.compare(array, values)
-                        extents += [
-                            tuple(x) for r in values for x in r.get("extents", [])
-                        ]
-            if v.file in layout:
-                self.assertEqual(at, len(payload))
 
-    def compare(self, array: Any, values: list[dict[str, Any]]) -> None:
-        """Compares the columns of an array with the records of a vector."""
-        self.assertEqual(len(array), len(values))
-        want: list[Any]
-        for column in array.dtype.names:
-            got = array[column].tolist()
-            if column == "key":
-                want = [[*bytes.fromhex(v["key"]).ljust(40, b"\0")] for v in values]
-            elif column == "length":
-                want = [len(v["key"]) // 2 for v in values]
-            elif column == "extents":
-                want = [len(v["extents"]) for v in values]
-            elif column == "outcome":
-                want = [frames.OUTCOMES.index(v["outcome"]) for v in values]
-            elif column.startswith("zero"):
-                self.assertFalse(array[column].any())
-                continue
-            else:
-                want = [v[column] for v in values]
-            self.assertEqual(got, want, column)
+    def test_longer(self) -> None:
+        for v in self.packed:
+            with self.subTest(str(v)), self.assertRaises(wire.Malformed):
+                payload = v.frame[wire.HEADER.size :] + b"\0"
+                frames.decode(v.numbers["type"], payload)
+
+    def test_every_byte(self) -> None:
+        """A changed byte is refused, or is read and written again as it came."""
+        for v in self.packed:
+            payload = bytearray(v.frame[wire.HEADER.size :])
+            type_ = v.numbers["type"]
+            for i in range(len(payload)):
+                for bit in (1, 0x80):
+                    payload[i] ^= bit
+                    with self.subTest(str(v), byte=i):
+                        try:
+                            fields = frames.decode(type_, bytes(payload))
+                        except wire.Malformed:
+                            pass
+                        else:
+                            self.assertEqual(frames.encode(type_, fields), payload)
+                    payload[i] ^= bit
+
+    def test_too_long(self) -> None:
+        header = wire.HEADER.pack(wire.MAX_FRAME + 1, wire.DELTA, 0, 0)
+        with self.assertRaises(wire.Malformed):
+            wire.parse_header(header)
+
+    def test_json(self) -> None:
+        for text in (b"", b"[]", b"1", b"{", b"\xff", b"[" * 100_000):
+            with self.subTest(text[:8]), self.assertRaises(wire.Malformed):
+                wire.parse_json(text)
 
 
 if __name__ == "__main__":
