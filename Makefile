@@ -16,6 +16,9 @@ ARCHES      := amd64 arm64
 # Rounds of the crash test; time of each fuzz target.
 ROUNDS   ?= 200
 FUZZTIME ?= 5s
+# Names of scenarios (adapter/e2e/run.py --list), none for all; flags of the matrix, such as --releases 0.32.0 --models dense.
+SCENARIOS ?=
+MATRIX    ?=
 # Of the tester of promises; how long it may look for a planted mistake.
 FOR      ?= 30m
 WITHIN   ?= 2m
@@ -29,11 +32,11 @@ ifneq ($(shell git rev-parse HEAD >/dev/null 2>&1 && echo yes),yes)
 export GOFLAGS := $(GOFLAGS) -buildvcs=false
 endif
 
-.PHONY: build demo test crash promises mutants bench fuzz fmt release clean help
+.PHONY: build demo test crash promises mutants e2e e2e-matrix e2e-short bench fuzz fmt release clean help
 .PHONY: check-fmt check-vet check-static check-unit check-race check-python check-fuzz
 
 help: ## list what there is to make
-	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+	@grep -hE '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 12
 
 build: ## the static binary ./kvlift, for this machine
 	CGO_ENABLED=0 $(GO) build $(BUILDFLAGS) -o kvlift .
@@ -69,7 +72,7 @@ check-race:
 	elif [ -n "$${CI:-}" ]; then echo "the race detector needs a C compiler"; exit 1; \
 	else echo "LEFT OUT: the race detector needs a C compiler ($$($(GO) env CC))"; fi
 
-check-python:
+check-python: build
 	@if command -v $(PYTHON) >/dev/null; then \
 		echo '$(PYTHON) -m unittest discover -s adapter/tests'; PYTHONDONTWRITEBYTECODE=1 $(PYTHON) -m unittest discover -s adapter/tests; \
 	elif [ -n "$${CI:-}" ]; then echo "the tests of the Python side need $(PYTHON)"; exit 1; \
@@ -94,6 +97,20 @@ promises: ## play random rounds against every promise, for FOR (30m; in make tes
 
 mutants: ## plant each mistake of the protocol's model; the tester must find it within WITHIN
 	$(GO) test ./mutants -count=1 -v -timeout 0 -args -within=$(WITHIN)
+
+# The environment lies outside of the clone (adapter/e2e/environment.py says where) and is made when it is missing: pip loads 3 GB.
+E2E = $$($(PYTHON) adapter/e2e/environment.py) adapter/e2e/run.py
+
+e2e: build ## a real vLLM against a real daemon, without a GPU; installs vLLM for CPUs first, 3 GB
+	$(E2E) $(SCENARIOS)
+
+e2e-matrix: build ## every release of vLLM that is supported, with every kind of model, on one rank and on two
+	$(E2E) --matrix $(MATRIX)
+
+# Where the environment is missing, KVLIFT_E2E=require installs it; without that this step says that it was left out.
+e2e-short: build ## the part of e2e that takes a minute, where its environment is there
+	@if [ "$${KVLIFT_E2E:-}" = require ] || $(PYTHON) adapter/e2e/environment.py --look; then $(E2E) --short; \
+	else echo "LEFT OUT: no vLLM is installed for the end-to-end tests: make e2e installs it, KVLIFT_E2E=require makes this step do so"; fi
 
 bench: build ## what the daemon costs per key, on this machine
 	./kvlift bench engine

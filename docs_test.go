@@ -199,9 +199,18 @@ func ownText(t *testing.T) map[string]string {
 
 // TestCommandsInText holds what readers may copy, commands and variables, to what there is.
 func TestCommandsInText(t *testing.T) {
-	flags, variables := map[string][]string{}, map[string]bool{"KVLIFT_NEED_SHARED": true}
+	flags, variables := map[string][]string{}, map[string]bool{"KVLIFT_NEED_SHARED": true, "KVLIFT_E2E": true}
 	for _, m := range regexp.MustCompile(`\$\{(KVLIFT_[A-Z_]+):-`).FindAllStringSubmatch(page(t, "contrib/entrypoint.sh"), -1) {
 		variables[m[1]] = true
+	}
+	scripts, err := filepath.Glob("adapter/e2e/*.py")
+	if err != nil || len(scripts) == 0 {
+		t.Fatalf("no end-to-end tests: %v", err)
+	}
+	for _, name := range scripts {
+		for _, m := range regexp.MustCompile(`environ\.get\("(KVLIFT_[A-Z0-9_]+)"`).FindAllStringSubmatch(page(t, name), -1) {
+			variables[m[1]] = true
+		}
 	}
 	commands(newApp(io.Discard, io.Discard).Commands, "", func(path string, c *cli.Command) {
 		flags[path] = []string{"help", "h"}
@@ -217,7 +226,7 @@ func TestCommandsInText(t *testing.T) {
 	call := regexp.MustCompile("(?:^|[ /`\"$])kvlift((?: [a-z][a-z-]*){1,2})([^`|#\n]*)")
 	option := regexp.MustCompile(`(?:^|\s)--?([a-z][a-z-]*)`)
 	for name, text := range ownText(t) {
-		for _, v := range regexp.MustCompile(`KVLIFT_[A-Z_]+`).FindAllString(text, -1) {
+		for _, v := range regexp.MustCompile(`KVLIFT_[A-Z0-9_]+`).FindAllString(text, -1) {
 			if !variables[v] && v != "KVLIFT_" {
 				t.Errorf("%s: there is no variable %s", name, v)
 			}

@@ -143,7 +143,7 @@ Exit status: 0 done, 1 failed, 2 usage, 3 found problems, 4 daemon not reachable
 			}
 			return cli.ShowAppHelp(c)
 		},
-		Commands: []*cli.Command{serveCommand(), statusCommand(), verifyCommand(), benchCommand(), sweepCommand(), traceCommand(), doctorCommand()},
+		Commands: []*cli.Command{serveCommand(), statusCommand(), verifyCommand(), benchCommand(), adapterCommand(), sweepCommand(), traceCommand(), doctorCommand()},
 	}
 	for _, c := range app.Commands {
 		harden(c)
