@@ -137,9 +137,6 @@ var mutants = []mutant{
 		{"server/fence.go", "	if c == nil || c.page == nil", "	if c == nil {\n		return s.c.Engine.Fence(sess)\n	}\n	if c == nil || c.page == nil"},
 		{"engine/fence.go", "	if s.state != Attached || s.fenced", "	if s.state != Attached && s.state != Detached || s.fenced"},
 	}},
-	{"fence-lowered", "fence", "a fence that ends is lowered to nothing, not to the last removal told", []edit{
-		{"server/fence.go", "		c.page.Lower(c.s.c.Engine.Unfence(c.session))", "		c.s.c.Engine.Unfence(c.session)\n		c.page.Lower(0)"},
-	}},
 	{"fence-untold", "fence", "a fenced session is not told of what another's reserve took", []edit{
 		{"engine/evict.go", "	e.tell(e.spaces[n], s, ref)\n", "	_ = ref\n"},
 	}},
