@@ -57,7 +57,6 @@ class TestKilled(WithDaemon):
             n = e.calls
             if at is not None and at < n:
                 until("it is back", lambda: e.session.counters.attached == 2)
-                until("it is back", lambda: e.session.attached)
             e.settled()
             # What was kept, or is stored anew, is served with its own bytes.
             for i in range(2):

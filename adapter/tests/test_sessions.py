@@ -215,7 +215,11 @@ class TestSessions(WithDaemon):
                     e.before = before
                     Replay(e, config, calls).run()
                     e.before = lambda n: None
-                    until("it is back", lambda e=e: e.session.attached)
+                    lives = 2 if at < e.calls else 1
+                    until(
+                        "it is back",
+                        lambda e=e, n=lives: e.session.counters.attached == n,
+                    )
                     e.settled()
                     # What was lost by the way is stored by the next life.
                     again = self.start(d, config, engine="again")
