@@ -9,8 +9,10 @@ import (
 	"math"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"time"
+	"unicode/utf8"
 
 	"github.com/dustin/go-humanize"
 	"github.com/urfave/cli/v2"
@@ -65,6 +67,9 @@ func sweepFiles(c *cli.Context) error {
 		return err
 	}
 	r, err := sweep.Run(c.Context, *o)
+	if err != nil {
+		err = &printableError{err}
+	}
 	if err != nil && r == nil {
 		return err
 	}
@@ -84,7 +89,9 @@ func sweepOptions(c *cli.Context) (*sweep.Options, error) {
 		Now: time.Now, Pause: pause, PID: os.Getpid(),
 	}
 	if c.Bool("verbose") {
-		o.Note = func(format string, args ...any) { fmt.Fprintf(c.App.ErrWriter, "kvlift: "+format+"\n", args...) }
+		o.Note = func(format string, args ...any) {
+			fmt.Fprintf(c.App.ErrWriter, "kvlift: %s\n", printable(fmt.Sprintf(format, args...)))
+		}
 	}
 	switch {
 	case o.Delete && c.Bool("dry-run"):
@@ -175,7 +182,7 @@ func printSweep(w io.Writer, r *sweep.Report, all, quiet bool) error {
 		if quiet && !changed || f.Verdict == sweep.Foreign && !all {
 			continue
 		}
-		fmt.Fprintf(&b, "%-13s%-9s%9s  %s  %s\n", strings.ReplaceAll(string(f.Action), "-", " "), f.Verdict, humanize.IBytes(uint64(max(0, f.AllocatedBytes))), f.Path, f.Reason)
+		fmt.Fprintf(&b, "%-13s%-9s%9s  %s  %s\n", strings.ReplaceAll(string(f.Action), "-", " "), f.Verdict, humanize.IBytes(uint64(max(0, f.AllocatedBytes))), printablePath(f.Path), printable(f.Reason))
 	}
 	if !quiet {
 		for _, n := range r.Nameless {
@@ -188,3 +195,33 @@ func printSweep(w io.Writer, r *sweep.Report, all, quiet bool) error {
 	_, err := io.WriteString(w, b.String())
 	return err
 }
+
+// printable escapes what would move a terminal's cursor, change its colours or begin a line: names are other users' words.
+func printable(s string) string {
+	var b strings.Builder
+	for len(s) > 0 {
+		r, n := utf8.DecodeRuneInString(s)
+		if strconv.IsPrint(r) && (r != utf8.RuneError || n > 1) {
+			b.WriteString(s[:n])
+		} else {
+			q := strconv.Quote(s[:n])
+			b.WriteString(q[1 : len(q)-1])
+		}
+		s = s[n:]
+	}
+	return b.String()
+}
+
+// printablePath quotes a path that is not printable as it is, so that it can be told from one that contains a backslash.
+func printablePath(path string) string {
+	if printable(path) == path {
+		return path
+	}
+	return strconv.Quote(path)
+}
+
+// printableError says in printable characters what the error says, which may name other users' files.
+type printableError struct{ err error }
+
+func (e *printableError) Error() string { return printable(e.err.Error()) }
+func (e *printableError) Unwrap() error { return e.err }

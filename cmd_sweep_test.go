@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"errors"
 	"strings"
 	"testing"
 
@@ -76,5 +77,28 @@ func TestPrintSweep(t *testing.T) {
 	var b bytes.Buffer
 	if err := printSweep(&b, &sweep.Report{}, false, false); err != nil || b.Len() > 0 {
 		t.Errorf("of nothing: %q, %v", b.String(), err)
+	}
+}
+
+// TestPrintSweepOfStrangeNames: no name of another user reaches the terminal as it is.
+func TestPrintSweepOfStrangeNames(t *testing.T) {
+	for _, c := range []struct{ path, want string }{
+		{"/d/a b/é", "/d/a b/é"},
+		{"/d/\x1b[2J\nremoved", `"/d/\x1b[2J\nremoved"`},
+		{"/d/\xff\u202e", `"/d/\xff\u202e"`},
+		{"/d/\u009b", `"/d/\u009b"`},
+	} {
+		r := &sweep.Report{Files: []sweep.File{{Path: c.path, Verdict: sweep.Unknown, Action: sweep.Failed, Reason: "open " + c.path}}}
+		var b bytes.Buffer
+		if err := printSweep(&b, r, true, false); err != nil {
+			t.Fatal(err)
+		}
+		line := b.String()
+		if !strings.Contains(line, "  "+c.want+"  open "+strings.Trim(c.want, `"`)) || strings.Count(line, "\n") != 1 {
+			t.Errorf("%q is printed as %q, want %s", c.path, line, c.want)
+		}
+		if err := (&printableError{errors.New(c.path)}).Error(); err != strings.Trim(c.want, `"`) {
+			t.Errorf("the error of %q says %q", c.path, err)
+		}
 	}
 }
