@@ -223,5 +223,14 @@ func printablePath(path string) string {
 // printableError says in printable characters what the error says, which may name other users' files.
 type printableError struct{ err error }
 
-func (e *printableError) Error() string { return printable(e.err.Error()) }
+func (e *printableError) Error() string {
+	if all, ok := e.err.(interface{ Unwrap() []error }); ok {
+		var parts []string
+		for _, err := range all.Unwrap() {
+			parts = append(parts, (&printableError{err}).Error())
+		}
+		return strings.Join(parts, "\n")
+	}
+	return printable(e.err.Error())
+}
 func (e *printableError) Unwrap() error { return e.err }

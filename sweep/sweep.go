@@ -75,7 +75,8 @@ const (
 )
 
 // Run sweeps once, or again and again within Wait. The report is complete also with an error of the context. One file that
-// fails does not keep the others: it is in the report.
+// fails does not keep the others: it is in the report. Nor does a folder that cannot be swept: the error is a *FolderError,
+// or of several joined, and the report has the files of the others.
 func Run(ctx context.Context, o Options) (*Report, error) {
 	if err := o.Check(); err != nil {
 		return nil, err
@@ -88,25 +89,34 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 	end := o.Now().Add(o.Wait)
 	var before []File // removed in earlier rounds
 	for round := 0; ; round++ {
-		r, err := once(ctx, o, k, round == 0)
+		r, bad, err := once(ctx, o, k, round == 0)
 		r.Files = append(append([]File{}, before...), r.Files...)
 		for _, f := range before {
 			r.FreedBytes += freed(&f)
 		}
 		if err != nil || !o.Now().Before(end) || r.Count(Live, "")+r.Count(Starting, "") == 0 {
 			slices.SortFunc(r.Files, func(a, b File) int { return strings.Compare(a.Path, b.Path) })
-			return r, err
+			return r, errors.Join(bad, err)
 		}
 		before = slices.DeleteFunc(slices.Clone(r.Files), func(f File) bool { return f.Action != Removed })
 		if err := o.Pause(ctx, waitLook); err != nil {
-			return r, err
+			return r, errors.Join(bad, err)
 		}
 	}
 }
 
-// once is one round.
-func once(ctx context.Context, o Options, k *lease.Kernel, first bool) (*Report, error) {
-	r := &Report{Schema: 1, Files: []File{}, Nameless: []Nameless{}}
+// FolderError says why a folder was not swept.
+type FolderError struct {
+	Dir string // as it was named
+	Err error
+}
+
+func (e *FolderError) Error() string { return fmt.Sprintf("%s was not swept: %v", e.Dir, e.Err) }
+func (e *FolderError) Unwrap() error { return e.Err }
+
+// once is one round. bad is of the folders that were left out; err ends the sweep.
+func once(ctx context.Context, o Options, k *lease.Kernel, first bool) (r *Report, bad, err error) {
+	r = &Report{Schema: 1, Files: []File{}, Nameless: []Nameless{}}
 	l := lister{families: Families(), asked: map[string]bool{}, note: o.Note}
 	for _, name := range o.Families {
 		l.asked[name] = true
@@ -128,22 +138,27 @@ func once(ctx context.Context, o Options, k *lease.Kernel, first bool) (*Report,
 			continue
 		}
 		if err != nil {
-			return r, err
+			bad = errors.Join(bad, &FolderError{dir, err})
+			continue
 		}
 		defer d.Close() // opened for reading; locks go with it
 		if first {
 			noteProbe(o.Note, d, steps)
 		}
 		if err := d.lock(ctx, o); err != nil {
-			return r, err
+			return r, bad, err
 		}
 		seen, err := seenFrom(o.Root, dir)
 		if err != nil {
-			return r, err
+			return r, bad, err
 		}
 		places = append(places, holders.Folder{Path: seen, Dev: d.dev})
-		if err := l.list(ctx, d, "", Beside, 0); err != nil {
-			return r, err
+		n := len(l.entries)
+		if err := l.list(ctx, d, "", Beside, 0); ctx.Err() != nil {
+			return r, bad, err
+		} else if err != nil {
+			l.entries = l.entries[:n] // half of an arena must not look like the whole
+			bad = errors.Join(bad, &FolderError{dir, err})
 		}
 	}
 	want := map[holders.ID]bool{}
@@ -153,7 +168,7 @@ func once(ctx context.Context, o Options, k *lease.Kernel, first bool) (*Report,
 	scan, err := holders.FS{Root: o.Root}.Scan(ctx, want, places)
 	if err != nil {
 		if ctx.Err() != nil {
-			return r, err
+			return r, bad, err
 		}
 		o.Note("processes cannot be seen: %v", err)
 	} else {
@@ -166,7 +181,7 @@ func once(ctx context.Context, o Options, k *lease.Kernel, first bool) (*Report,
 	s := sweeper{o: o, scan: scan}
 	for _, e := range l.entries {
 		if ctx.Err() != nil {
-			return r, context.Cause(ctx)
+			return r, bad, context.Cause(ctx)
 		}
 		f, ok := s.file(e)
 		if ok {
@@ -174,7 +189,7 @@ func once(ctx context.Context, o Options, k *lease.Kernel, first bool) (*Report,
 			r.FreedBytes += freed(&f)
 		}
 	}
-	return r, s.close()
+	return r, bad, s.close()
 }
 
 // seenFrom is a path as it stands in files below root.
