@@ -20,6 +20,7 @@ type folder struct {
 	path   string
 	dir    *os.File
 	dev    uint64
+	id     holders.ID // of a folder that openFolder has opened
 	kernel *lease.Kernel
 	// noLease is why leases prove nothing here; nil when they do.
 	noLease error
@@ -35,7 +36,7 @@ func openFolder(path string, k *lease.Kernel) (d *folder, steps []lease.Step, er
 	if err := unix.Fstat(int(dir.Fd()), &st); err != nil {
 		return nil, nil, errors.Join(&fs.PathError{Op: "stat", Path: path, Err: err}, dir.Close())
 	}
-	d = &folder{path: path, dir: dir, dev: uint64(st.Dev), kernel: k}
+	d = &folder{path: path, dir: dir, dev: uint64(st.Dev), id: idOf(&st), kernel: k}
 	steps, d.noLease = k.Probe(d.fd())
 	return d, steps, nil
 }

@@ -132,6 +132,7 @@ func once(ctx context.Context, o Options, k *lease.Kernel, first bool) (r *Repor
 		}
 	}
 	var places []holders.Folder
+	swept := map[holders.ID]bool{}
 	for _, dir := range dirs {
 		d, steps, err := openFolder(dir, k)
 		if errors.Is(err, fs.ErrNotExist) && !given {
@@ -142,17 +143,22 @@ func once(ctx context.Context, o Options, k *lease.Kernel, first bool) (r *Repor
 			continue
 		}
 		defer d.Close() // opened for reading; locks go with it
-		if first {
+		again := swept[d.id]
+		swept[d.id] = true
+		if first && !again {
 			noteProbe(o.Note, d, steps)
-		}
-		if err := d.lock(ctx, o); err != nil {
-			return r, bad, err
 		}
 		seen, err := seenFrom(o.Root, dir)
 		if err != nil {
 			return r, bad, err
 		}
 		places = append(places, holders.Folder{Path: seen, Dev: d.dev})
+		if again { // under another name, which processes may know it by
+			continue
+		}
+		if err := d.lock(ctx, o); err != nil {
+			return r, bad, err
+		}
 		n := len(l.entries)
 		if err := l.list(ctx, d, "", Beside, 0); ctx.Err() != nil {
 			return r, bad, err
