@@ -179,7 +179,7 @@ func printSweep(w io.Writer, r *sweep.Report, all, quiet bool) error {
 	var b strings.Builder
 	for _, f := range r.Files {
 		changed := f.Action != sweep.Kept || f.Verdict == sweep.Unknown
-		if quiet && !changed || f.Verdict == sweep.Foreign && !all {
+		if quiet && !changed || f.Verdict == sweep.Foreign && !f.OtherUser() && !all {
 			continue
 		}
 		fmt.Fprintf(&b, "%-13s%-9s%9s  %s  %s\n", strings.ReplaceAll(string(f.Action), "-", " "), f.Verdict, humanize.IBytes(uint64(max(0, f.AllocatedBytes))), printablePath(f.Path), printable(f.Reason))

@@ -3,8 +3,11 @@ package main
 import (
 	"bytes"
 	"errors"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"kvlift/sweep"
 )
@@ -99,6 +102,35 @@ func TestPrintSweepOfStrangeNames(t *testing.T) {
 		}
 		if err := (&printableError{errors.New(c.path)}).Error(); err != strings.Trim(c.want, `"`) {
 			t.Errorf("the error of %q says %q", c.path, err)
+		}
+	}
+}
+
+// TestPrintSweepOfOtherUser: root is told of a region that nobody holds and that it did not ask for.
+func TestPrintSweepOfOtherUser(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("a file is given to another user")
+	}
+	dir, err := os.MkdirTemp("/dev/shm", "sweep")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	region := filepath.Join(dir, "vllm_offload_7.mmap")
+	if err := errors.Join(os.WriteFile(region, []byte("x"), 0o600), os.Chown(region, 1000, 1000)); err != nil {
+		t.Fatal(err)
+	}
+	r, err := sweep.Run(t.Context(), sweep.Options{Dirs: []string{dir}, DefaultAge: true, Now: time.Now, Pause: pause, PID: os.Getpid()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, quiet := range []bool{false, true} {
+		var b bytes.Buffer
+		if err := errors.Join(printSweep(&b, r, false, quiet), sweepVerdict(r)); err != nil {
+			t.Fatal(err)
+		}
+		if told := strings.Contains(b.String(), "nobody holds it, but it belongs to uid 1000: --owner 1000\n"); told == quiet {
+			t.Errorf("quiet %v: %q", quiet, &b)
 		}
 	}
 }

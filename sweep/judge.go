@@ -63,6 +63,8 @@ type Judgement struct {
 	Verdict  Verdict
 	Evidence []string // maps, fd, flock, ofd, lease, connect
 	Reason   string
+	// OtherUser says that the file is foreign for its owner's sake alone.
+	OtherUser bool
 }
 
 // Judge is a pure function of facts. Only a granted lease, or a refused connection, makes a file stale: what could not be
@@ -72,7 +74,7 @@ func Judge(f Facts, r Rules) Judgement {
 		if evidence == nil {
 			evidence = []string{}
 		}
-		return Judgement{v, evidence, fmt.Sprintf(format, args...)}
+		return Judgement{Verdict: v, Evidence: evidence, Reason: fmt.Sprintf(format, args...)}
 	}
 	if f.What != "" {
 		return verdict(Foreign, nil, "%s: refused", f.What)
@@ -114,7 +116,9 @@ func Judge(f Facts, r Rules) Judgement {
 	case !r.Asked:
 		return verdict(Foreign, evidence, "nobody holds it; %s", r.Why)
 	case !r.Owned(f.UID):
-		return verdict(Foreign, evidence, "nobody holds it, but it belongs to uid %d: --owner %d", f.UID, f.UID)
+		j := verdict(Foreign, evidence, "nobody holds it, but it belongs to uid %d: --owner %d", f.UID, f.UID)
+		j.OtherUser = true
+		return j
 	case r.Proof == ByConnect:
 		return verdict(Stale, evidence, "nobody listens")
 	case f.Leftover:

@@ -33,8 +33,12 @@ type File struct {
 	Action         Action   `json:"action"`
 	Reason         string   `json:"reason"`
 
-	links uint64 // names of the file: another one keeps its memory
+	otherUser bool
+	links     uint64 // names of the file: another one keeps its memory
 }
+
+// OtherUser tells that nobody holds it, and that it stays because it belongs to a user whose files were not asked for.
+func (f *File) OtherUser() bool { return f.otherUser }
 
 // Owner is a process that is seen to hold a file.
 type Owner struct {

@@ -186,8 +186,8 @@ func TestOtherUser(t *testing.T) {
 					return
 				}
 				// Root can tell, and still does not take what it was not told to.
-				if f := want(t, run(t, dir, nil), Foreign, Kept); !strings.Contains(f.Reason, "uid 12345") {
-					t.Errorf("reason: %s", f.Reason)
+				if f := want(t, run(t, dir, nil), Foreign, Kept); !strings.Contains(f.Reason, "uid 12345") || !f.OtherUser() {
+					t.Errorf("reason: %s, other user %v", f.Reason, f.OtherUser())
 				}
 				want(t, run(t, dir, func(o *Options) { o.Owners = []uint32{owner} }), Stale, Removed)
 			})

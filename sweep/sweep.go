@@ -317,7 +317,7 @@ func (s *sweeper) file(e *entry) (File, bool) {
 		f.Verdict, f.Action, f.Reason = Unknown, Failed, err.Error()
 		return f, true
 	}
-	f.Verdict, f.Evidence, f.Reason = j.Verdict, j.Evidence, j.Reason
+	f.Verdict, f.Evidence, f.Reason, f.otherUser = j.Verdict, j.Evidence, j.Reason, j.OtherUser
 	forced := f.Verdict == Unknown && slices.Contains(s.o.Force, f.Path)
 	switch {
 	case f.Verdict == Stale && s.partKept(e):
