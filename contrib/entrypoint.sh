@@ -24,19 +24,53 @@ fi
 kvlift=${KVLIFT:-kvlift}
 say() { printf 'entrypoint: %s\n' "$*" >&2; }
 
-sweep() {
-	# shellcheck disable=SC2086 # flags are words
-	"$kvlift" sweep --delete ${KVLIFT_SWEEP_FLAGS:-} "$@" >&2 || say "kvlift sweep ended with status $?; going on"
+# A signal before the engine starts ends the script, also as PID 1, which the kernel shields from signals that it does not
+# handle. One that comes before the engine's pid is known is passed on as soon as it is.
+starting='' pid='' helper='' early='' signalled=''
+pass() {
+	signalled=1
+	if [ -n "$pid" ]; then
+		kill -s "$1" -- "$pid" 2>/dev/null
+	elif [ -n "$starting" ]; then
+		early="$early $1"
+	else
+		case $1 in
+		USR1 | USR2) early="$early $1" ;;
+		*)
+			[ -z "$helper" ] || kill -s TERM -- "-$helper" 2>/dev/null
+			exit $((128 + $(kill -l "$1")))
+			;;
+		esac
+	fi
+}
+for s in TERM INT HUP QUIT USR1 USR2; do
+	# shellcheck disable=SC2064 # the name is meant as it is now
+	trap "pass $s" "$s"
+done
+
+# Run kvlift such that a signal need not wait for its end.
+ask() {
+	local status
+	"$kvlift" "$@" >&2 &
+	helper=$!
+	while :; do
+		wait "$helper"
+		status=$?
+		kill -0 "$helper" 2>/dev/null || break
+	done
+	helper=''
+	return "$status"
 }
 
-# The doctor's findings are shown as they are. A version without a doctor says that on standard error, and nothing else.
+sweep() {
+	# shellcheck disable=SC2086 # flags are words
+	ask sweep --delete ${KVLIFT_SWEEP_FLAGS:-} "$@" || say "kvlift sweep ended with status $?; going on"
+}
+
+# The doctor's findings are shown as they are.
 doctor() {
-	local out status=0
-	out=$("$kvlift" doctor -- "$@" 2>&1) || status=$?
-	case $out in
-	*'doctor is not built yet'*) return 0 ;;
-	esac
-	[ -z "$out" ] || printf '%s\n' "$out" >&2
+	local status=0
+	ask doctor -- "$@" || status=$?
 	[ "$status" -eq 0 ] || say "kvlift doctor ended with status $status"
 	[ "$status" -ne 3 ] || [ "${KVLIFT_DOCTOR:-warn}" != strict ]
 }
@@ -51,23 +85,13 @@ else
 	say "$kvlift is not there: the engine starts without it"
 fi
 
-# A signal that comes before the engine's pid is known is passed on as soon as it is.
-pid='' early='' signalled=''
-pass() {
-	signalled=1
-	if [ -n "$pid" ]; then kill -s "$1" -- "$pid" 2>/dev/null; else early="$early $1"; fi
-}
-for s in TERM INT HUP QUIT USR1 USR2; do
-	# shellcheck disable=SC2064 # the name is meant as it is now
-	trap "pass $s" "$s"
-done
-
+starting=1
 "$@" <&0 &
 pid=$!
 for s in $early; do kill -s "$s" -- "$pid" 2>/dev/null; done
 
-# wait returns early when a signal was passed on, and the engine may go on for as long as it likes. It must not return when
-# the engine is only stopped, which takes bash 5.
+# wait returns early when a signal was passed on, and the engine may go on for as long as it likes. Before bash 5 it also
+# returns when the engine is only stopped: then look again in a second.
 flags=''
 [ "${BASH_VERSINFO[0]}" -lt 5 ] || flags=-f
 while :; do
@@ -76,6 +100,7 @@ while :; do
 	wait $flags "$pid"
 	status=$?
 	kill -0 "$pid" 2>/dev/null || break
+	[ -n "$signalled" ] || sleep 1
 done
 if [ -n "$signalled" ]; then # the status may be that of the signal; the engine's own is kept for another question
 	wait "$pid" 2>/dev/null
