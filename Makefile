@@ -44,7 +44,7 @@ build: ## the static binary ./kvlift, for this machine
 demo: build ## see the engine do its job on real requests; under a minute
 	./kvlift bench demo
 
-test: ## everything that a change has to pass; about ten minutes on two cores
+test: ## everything that a change has to pass; about fifteen minutes on two cores
 	@start=$$SECONDS; \
 	for step in check-fmt check-vet check-static check-unit check-race check-python check-fuzz release crash promises mutants; do \
 		at=$$SECONDS; printf '\n== %s\n' "$$step"; \
