@@ -384,16 +384,9 @@ func (e *Engine) Counters() Counters {
 
 // Close says goodbye: this process holds no promise, no copy and no mapping any more. It is idempotent.
 func (e *Engine) Close() error {
-	e.mu.Lock()
-	if e.closed {
-		e.mu.Unlock()
+	if !e.retire() {
 		return nil
 	}
-	e.closed = true
-	close(e.stop)
-	e.cancel()
-	e.mu.Unlock()
-	e.wg.Wait()
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.arrived != nil {
@@ -416,19 +409,27 @@ func (e *Engine) Close() error {
 	return err
 }
 
-// Kill ends the manager as the end of its process would: nothing is said, and what was not sent is lost. The workers live
-// on, each until its own Kill. The engine must not be used afterwards.
-func (e *Engine) Kill() error {
+// retire ends the engine's goroutines. It returns false when that was done before.
+func (e *Engine) retire() bool {
 	e.mu.Lock()
 	if e.closed {
 		e.mu.Unlock()
-		return nil
+		return false
 	}
 	e.closed = true
 	close(e.stop)
 	e.cancel()
 	e.mu.Unlock()
 	e.wg.Wait()
+	return true
+}
+
+// Kill ends the manager as the end of its process would: nothing is said, and what was not sent is lost. The workers live
+// on, each until its own Kill. The engine must not be used afterwards.
+func (e *Engine) Kill() error {
+	if !e.retire() {
+		return nil
+	}
 	err := errors.Join(e.page.Close(), closeIf(e.arena), e.s.close())
 	if e.arrived != nil {
 		err = errors.Join(err, e.arrived.close())
